@@ -1,4 +1,4 @@
-"""Implements DAPO on Ray: the algorithm and the driver (arXiv 2503.14476)."""
+"""DAPO on Ray: the algorithm and the driver (arXiv 2503.14476)."""
 
 import sys
 

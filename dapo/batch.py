@@ -1,9 +1,9 @@
-"""Turns groups into what the actors train on: advantages, token weights and mini-batches (DAPO Eqs. 9 and 12).
+"""Builds the training batch from groups: advantages, token weights and mini-batches (DAPO Eqs. 9 and 12).
 
-In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_batch_size` mini-batches; of a step that
-has fewer groups (`filter_groups.on_budget`), as few as hold them, of sizes that differ by one at most. The weights
-are computed over each mini-batch, because that is what one optimizer step sums over. Of a response that holds tokens
-which the policy did not sample (`Response.token_mask`), |o_i| counts those that it did.
+A `TrainBatch` has `train_batch_size / ppo_mini_batch_size` mini-batches. A step with fewer groups
+(`filter_groups.on_budget`) has as few as hold them, of sizes that differ by at most one. Weights are computed over each
+mini-batch, because that is what one optimizer step sums over. |o_i| counts only tokens that the policy sampled
+(`Response.token_mask`).
 """
 
 import dataclasses
@@ -26,10 +26,8 @@ from dapo.types import Collected, Float32Array, Group, Int32Array, Prompt, Respo
 
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
-    """Deals whole groups to the mini-batches; with `actor.shuffle` by a permutation that run seed and version give.
-
-    Responses that overlong filtering takes out of the loss are not among the sequences: nothing is computed for them.
-    """
+    """Deals whole groups to mini-batches; `actor.shuffle` permutes them by run seed and version. Responses removed from
+    the loss by overlong filtering are not among the sequences: nothing is computed for them."""
     dealt, order = deal(len(groups), cfg, version=version)
     advantages = advantages_of(groups, cfg)
     minibatches = [
@@ -39,7 +37,7 @@ def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainB
 
 
 def deal(num_groups: int, cfg: Config, *, version: int) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Returns which groups are in each mini-batch, and the mini-batch of each optimizer step."""
+    """Returns the group indices of each mini-batch, and the mini-batch of each optimizer step."""
     rng = np.random.default_rng((cfg.trainer.seed, version))
     size = cfg.actor.ppo_mini_batch_size
     count = -(-num_groups // size)
@@ -51,12 +49,10 @@ def deal(num_groups: int, cfg: Config, *, version: int) -> tuple[list[list[int]]
 
 
 def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
-    """Returns advantages per group and response, 0 for an unscorable one. Groups may differ in size.
-
-    A reward that is not finite in float32, in which the ranks compute, makes its response unscorable and nothing else.
-    A truncated response counts in its group's baseline unless overlong filtering takes it out there too. Whitening
-    (`algorithm.advantage.whiten`) is over all responses of the step that have an advantage.
-    """
+    """Returns advantages per group and response, 0 for an unscorable one. Groups may differ in size. A reward that is
+    not finite in float32, in which the ranks compute, makes only its own response unscorable. A truncated response
+    counts in its group's baseline unless overlong filtering excludes it there too. Whitening
+    (`algorithm.advantage.whiten`) is over all responses of the step that have an advantage."""
     size = max(len(group.responses) for group in groups)
     rewards = torch.full((len(groups), size), torch.nan, dtype=torch.float64)
     for row, group in zip(rewards, groups, strict=True):
@@ -72,7 +68,7 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
 
 
 def _advantages(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> Tensor:
-    """Returns [G, n]. rewards: [G, n], NaN for an unscorable response and where a group has no further one."""
+    """Returns [G, n]. rewards: [G, n], NaN for an unscorable response and for padding."""
     function, by_std = cfg.algorithm.advantage.function, cfg.algorithm.advantage.normalize_by_std
     match function:
         case "group":
@@ -103,9 +99,9 @@ def _lengths(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tensor, Tensor]:
-    """Returns the parts of the rewards, [G, n, K] in the order of their names, NaN where a reward is, or where a
-    response lacks one; and the factor of each in the reward, [K]. A penalty, which a score holds with its coefficient,
-    stands here without it."""
+    """Returns the parts of the rewards, [G, n, K] in the order of their names, and the factor of each in the reward,
+    [K]. NaN marks an unscorable response or a missing part. A score holds penalties with their coefficient; here it is
+    divided out."""
     penalties = {"kl_penalty": cfg.algorithm.kl.reward_coeff}
     if cfg.reward.overlong_buffer.enable:
         penalties["overlong"] = cfg.reward.overlong_buffer.penalty_factor
@@ -126,8 +122,8 @@ def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tenso
 
 
 def has_signal(group: Group, cfg: Config) -> bool:
-    """Returns whether overlong filtering leaves a response in the loss that has an advantage other than 0: one that is
-    scored, where the advantage is not of the group alone."""
+    """Whether overlong filtering leaves a response with a nonzero advantage in the loss. If advantages do not depend on
+    the group alone, a scored response is enough."""
     if not cfg.reward.overlong_filtering.enable:
         return True
     if cfg.algorithm.advantage.function in ("group", "rloo", "gdpo"):
@@ -138,13 +134,12 @@ def has_signal(group: Group, cfg: Config) -> bool:
 
 
 def filtered(group: Group, cfg: Config) -> list[bool]:
-    """Says which responses overlong filtering takes out of the loss."""
     enable = cfg.reward.overlong_filtering.enable
     return [enable and response.truncated for response in group.responses]
 
 
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
-    """Returns all responses in order, for their log-probabilities alone: no advantage and no weight yet."""
+    """Returns all responses in order, to compute their log-probabilities only: advantage and weight are 0."""
     return tuple(
         _sequence(group.draw.prompt, response, version, advantage=0.0, token_weight=0.0)
         for group in groups
@@ -153,18 +148,18 @@ def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequ
 
 
 def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:
-    """Returns the groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
+    """Returns the groups with `algorithm.kl.reward_coeff` x KL subtracted from every reward, as the part "kl_penalty".
 
-    ref_logprobs: one [S] per response, in the order of `reference_batch`. KL is the sum over a response's sampled
-    tokens of the estimate for the policy that sampled them; accuracies stay as they are. Where a log-probability is not
-    finite, so that the estimate means nothing, the response is unscorable ("kl") and its part is left out.
+    ref_logprobs: one [S] per response, in the order of `reference_batch`. KL is the sum of the estimate over a
+    response's sampled tokens, for the policy that sampled them; accuracies do not change. If a log-probability is not
+    finite, the estimate is meaningless: the response is unscorable ("kl") and its part is omitted.
     """
     kl, remaining = cfg.algorithm.kl, iter(ref_logprobs)
     penalized = []
     for group in groups:
         scores = []
         for response, score in zip(group.responses, group.scores, strict=True):
-            # Copies: arrays from Ray's object store cannot be written to, which torch warns about.
+            # Copies: arrays from Ray's object store are read-only, which torch warns about.
             own = torch.tensor(response.sampled_logprobs, dtype=torch.float64)
             reference = torch.tensor(next(remaining), dtype=torch.float64)
             penalty = -kl.reward_coeff * float(kl_penalty(own, reference, kl.estimator).sum())
@@ -178,8 +173,8 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
 
 
 async def penalized(collected: Collected, actors: ActorPool, cfg: Config, *, version: int) -> Collected:
-    """Returns what was collected, with the distance to the reference policy taken off the rewards of the groups to
-    train on; the buffer's choice stays. version: that the update starts from."""
+    """Subtracts the KL penalty from the rewards of the groups to train on; the buffer's choice does not change.
+    version: the one that the update starts from."""
     logprobs = await actors.reference_logprobs(reference_batch(collected.groups, version=version))
     return dataclasses.replace(collected, groups=penalize_kl(collected.groups, logprobs, cfg))
 

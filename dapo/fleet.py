@@ -1,8 +1,5 @@
-"""Starts what computes: Ray, engines, reward workers, actors; and stops it. Composed here and nowhere else.
-
-In: a `Config`. Out: `Pools` for the trainer, or engines alone; every process ends with the context. A run of one half
-(`trainer.only`) has no processes for the other.
-"""
+"""Starts and stops Ray, engines, reward workers and actors. They are composed only here. Every process ends with its
+context. A run of one half (`trainer.only`) has no processes for the other."""
 
 import asyncio
 import logging
@@ -38,8 +35,8 @@ STOP_GRACE_S = 3.0
 
 @contextmanager
 def ray_cluster(cfg: Config) -> Iterator[None]:
-    """Joins or starts Ray, and leaves or ends it."""
-    # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
+    """Joins or starts Ray; leaves or stops it at the end."""
+    # asyncio would report the waits on Ray that a failure or signal cancels at exit, each with a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with waiting("Ray to start, or to be joined"):
         connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
@@ -50,7 +47,7 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
 
 
 async def place(cfg: Config, device: str) -> Placement:
-    """Finds every role a place, in a thread: it may take long, and a run that is cancelled meanwhile waits no more."""
+    """Finds a place for every role, in a thread: it may take long, and a cancelled run must stop waiting."""
     given_up = threading.Event()
     finding = asyncio.to_thread(Placement, cfg, device, warn=warn, say=say, given_up=given_up.is_set)
     return await finish(finding, hurry=given_up.set)
@@ -58,8 +55,8 @@ async def place(cfg: Config, device: str) -> Placement:
 
 @asynccontextmanager
 async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
-    """Starts all workers at the same time, and stops them at the end. rollouts: engines that are already up and stay
-    up; the first weight sync gives them the actors' weights, whatever they served before."""
+    """Starts all workers concurrently, and stops them at the end. rollouts: engines that are already up and stay up;
+    the first weight sync gives them the actors' weights."""
     half = cfg.trainer.only
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
@@ -91,7 +88,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         engines.admit((number,))
 
     try:
-        if shares_gpus(cfg):  # an engine measures what memory is free; actors that load meanwhile would mislead it
+        if shares_gpus(cfg):  # an engine measures free memory, so actors must not load meanwhile
             if isinstance(actors, ActorPool):
                 await actors.find()
             await start_engines()
@@ -113,7 +110,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             leave_gpus = actors.before_restart if lender is None else lender.leave
             yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus, lender=lender)
     finally:
-        placement.give_up()  # a thread that waits for the place of ranks or an engine would hold the end up
+        placement.give_up()  # else a thread that waits for a place would delay the end
         actors.close()
         rewards.stop()
         stop_functions(functions)
@@ -122,13 +119,12 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 
 
 def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
-    """Makes the engines' actors; `start` loads their model."""
+    """Creates the engines' actors; `start` loads their model."""
     options, lent = placement.rollout(), lent_engines(cfg)
     return RolloutPool(options, cfg.rollout, warn=warn, release=placement.release_engine, lent=lent)
 
 
 def create_functions(cfg: Config, placement: Placement) -> TurnFleet | None:
-    """Makes the workers of the rollout function, where there is one; `start_functions` loads it."""
     function, limits, given = cfg.rollout.function, cfg.reward.limits, cfg.data.chat_template_kwargs
     if not function.path:
         return None
@@ -136,7 +132,6 @@ def create_functions(cfg: Config, placement: Placement) -> TurnFleet | None:
 
 
 async def start_functions(cfg: Config, functions: TurnFleet | None) -> None:
-    """Waits until all workers have the function."""
     if functions is not None:
         model, limit_s = cfg.model, cfg.rollout.start_timeout_s
         if confined := await functions.start(model.path, model.trust_remote_code, limit_s):
@@ -144,20 +139,19 @@ async def start_functions(cfg: Config, functions: TurnFleet | None) -> None:
 
 
 def stop_functions(functions: TurnFleet | None) -> None:
-    """Ends the workers of the rollout function, where there is one."""
     if functions is not None:
         functions.stop()
 
 
 def in_turns(cfg: Config, engines: RolloutPool, functions: TurnFleet | None) -> Rollouts:
-    """Returns what makes the responses: the engines alone, or the rollout function with them."""
+    """Returns the source of responses: the engines alone, or the rollout function with them."""
     if functions is None:
         return engines
     return TrajectoryPool(engines, functions, retries=cfg.rollout.function.retries, warn=warn)
 
 
 def create_rewards(cfg: Config, placement: Placement, device: str) -> RewardPool:
-    """Makes the reward workers, the reward model and the run's own judges; `start` loads them."""
+    """Creates the reward workers, the reward model and the run's own judges; `start` loads them."""
     model = None
     if cfg.reward.model.path:
         where = reward_model_device(cfg, device)

@@ -1,8 +1,4 @@
-"""Chooses the network interface of process groups that span machines.
-
-In: the address of the first of their processes. Out: gloo and NCCL's sockets listen where the others reach them, and
-nowhere else.
-"""
+"""Selects the network interface of process groups that span machines, for gloo and NCCL's sockets."""
 
 import os
 import socket
@@ -13,25 +9,23 @@ GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCK
 
 
 def sockets_towards(address: str) -> None:
-    """Lets gloo, and NCCL where it meets and where it has TCP alone, use the interface by which this process reaches
-    `address`, unless the environment names one.
-
-    By itself gloo takes what the machine's own name means: on Debian and many clouds 127.0.1.1, which every other
-    machine takes for itself. NCCL takes the first interface of the machine, which the others may not reach.
-    """
+    """Makes gloo, and NCCL for its bootstrap and for TCP, use the interface that reaches `address`. An interface set in
+    the environment is kept. By default gloo uses the address of the machine's host name: on Debian and many clouds
+    127.0.1.1, which every other machine resolves to itself. NCCL uses the first interface, which the others may not
+    reach."""
     mine = [GLOO] if NCCL_FAMILY in os.environ else [GLOO, NCCL]
     unnamed = [name for name in mine if name not in os.environ]
     if unnamed and (found := _interface_towards(address)):
-        values = {GLOO: found, NCCL: f"={found}"}  # NCCL reads a bare name as the beginning of several
+        values = {GLOO: found, NCCL: f"={found}"}  # NCCL treats a name without "=" as a prefix
         os.environ.update({name: values[name] for name in unnamed})
 
 
 def _interface_towards(address: str) -> str:
-    """Returns the name of the interface; empty where there is no way to the address, or the name is not known."""
+    """Returns the name of the interface; empty if the address is unreachable or the name is not known."""
     try:
         [(family, _, _, _, place), *_] = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing; chooses the way
+            probe.connect(place)  # sends nothing; selects the route
             own = probe.getsockname()[0]
     except OSError:
         return ""

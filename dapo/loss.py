@@ -1,9 +1,6 @@
-"""Computes policy losses and KL penalties per token, and each token's weight in an optimizer step (DAPO Eqs. 8-12).
-
-In: log-probabilities and advantages of tokens, or lengths of responses; out: tensors of the same shape. The loss of a
-step is the sum of weight x loss over its tokens (`dapo.objective`): the weights are made once on the driver over the
-whole step, so that neither packing nor micro-batches nor the number of ranks changes the gradient.
-"""
+"""Computes policy losses and KL penalties per token, and each token's weight in an optimizer step (DAPO Eqs. 8-12). The
+loss of a step is the sum of weight x loss over its tokens (`dapo.objective`). The weights are computed once on the
+driver over the whole step, so that packing, micro-batches and the number of ranks do not change the gradient."""
 
 from collections.abc import Sequence
 
@@ -29,8 +26,7 @@ def policy_loss(
 
     loss = max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c, with r = exp(logp - old_logp) and the
     exponent clamped to +-20.
-
-    Log-probabilities are natural and of any shape, which the loss keeps with the dtype; advantages have that shape or
+    Log-probabilities are natural and of any shape; the loss has their shape and dtype. Advantages have that shape or
     broadcast to it. The second value holds, per token and without gradient: "clipped" (bool: the clipped branch is
     strictly larger), "dual_clipped" (bool: the cap of c binds), "approx_kl" (float: old - new log-probability,
     clamped). Raises ValueError when the shapes do not fit.
@@ -58,13 +54,12 @@ def gspo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of GSPO (arXiv 2507.18071, Eqs. 5-7): one ratio s per response.
 
-    All tensors are [R], the response tokens of whole responses laid end to end; segment_ids: int [R], the response that
-    a token belongs to, counted from 0. s = exp(mean over the response of logp - old_logp). Every token gets the loss
-    max(-A s, -A clip(s, 1 - low, 1 + high)) of its response, so that `seq-mean-token-mean` weights give Eq. 5. Its
-    gradient flows through the token's own log-probability (GSPO-token, Eqs. 13-14). For the response as a whole this is
-    the same, and a factor per token (`rollout_correction` with level token) acts on its token alone: a masked one has
-    no gradient. The bounds are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false
-    everywhere.
+    All tensors are [R], the response tokens of whole responses laid end to end; segment_ids: int [R], the response of
+    each token, counted from 0. s = exp(mean over the response of logp - old_logp). Every token gets the loss max(-A s,
+    -A clip(s, 1 - low, 1 + high)) of its response, so that `seq-mean-token-mean` weights give Eq. 5. Its gradient flows
+    through the token's own log-probability (GSPO-token, Eqs. 13-14). For the whole response this is the same, but a
+    factor per token (`rollout_correction` with level token) affects its own token only: a masked one has no gradient.
+    The bounds are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false everywhere.
     """
     log_ratio = clamped_difference(logprobs, old_logprobs)
     through_own = log_ratio - log_ratio.detach()
@@ -79,12 +74,10 @@ def gspo_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses
-    its gradient, and none flows into `old_logprobs`.
-
-    The paper bounds the weight from above only: clip_ratio_low 1 does that. Shapes and second value as in
-    `policy_loss`; "clipped": the weight is not the ratio; "dual_clipped" is false everywhere.
-    """
+    """Returns the loss of CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp. No token loses
+    its gradient, and none flows into `old_logprobs`. The paper bounds the weight from above only: use clip_ratio_low 1
+    for that. Shapes and second value as in `policy_loss`; "clipped": the weight is not the ratio; "dual_clipped" is
+    false everywhere."""
     log_ratio = clamped_difference(logprobs, old_logprobs).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -93,18 +86,15 @@ def cispo_loss(
 
 
 def _stats(log_ratio: Tensor, clipped: Tensor, dual_clipped: Tensor | None = None) -> dict[str, Tensor]:
-    """Returns the second value of a loss. dual_clipped: None is false everywhere."""
     dual_clipped = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
     return {"clipped": clipped, "dual_clipped": dual_clipped, "approx_kl": -log_ratio.detach()}
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimates KL(policy || reference) per token, from tokens that the policy sampled, in nats; any shape.
-
-    With d = ref - logp, clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, clamped to +-10 (the estimators of
+    """Estimates KL(policy || reference) per token, from tokens that the policy sampled, in nats; any shape. With d =
+    ref - logp, clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, clamped to +-10 (the estimators of
     "Approximating KL Divergence", 2020). The gradient is k2's for all three, straight-through: its mean is the gradient
-    of the KL, where k1's own has mean zero and k3's is biased. Raises ValueError for an unknown estimator.
-    """
+    of the KL, while k1's own has mean zero and k3's is biased. Raises ValueError for an unknown estimator."""
     difference = clamped_difference(ref_logprobs, logprobs)
     k2 = 0.5 * difference.square()
     match estimator:
@@ -120,19 +110,19 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 
 def clamped_difference(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left - right, clamped to +-20, so that exp of it is finite."""
+    """Returns left - right, clamped to +-20, so that its exp is finite."""
     return (left - right).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor) -> Tensor:
-    """Returns for each token the sum over all tokens of its segment, [R]; segment_ids: int [R], counted from 0."""
+    """Returns for each token the sum over its segment, [R]; segment_ids: int [R], counted from 0."""
     num_segments = int(segment_ids.max()) + 1 if len(segment_ids) else 0
     sums = torch.zeros(num_segments, dtype=values.dtype, device=values.device).index_add(0, segment_ids, values)
     return sums[segment_ids]
 
 
 def _checked(loss: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Raises where shapes differ: broadcasting [N] against [N, 1] would quietly train on every pair."""
+    """Raises if shapes differ: broadcasting [N] against [N, 1] would silently train on every pair."""
     if loss.shape != logprobs.shape:
         raise ValueError(
             f"`old_logprobs` {tuple(old_logprobs.shape)} and `advantages` {tuple(advantages.shape)} must fit "
@@ -152,16 +142,14 @@ def token_weights(
 
     response_lengths: int [N], trained tokens |o_i| of the N responses of the step; 0 = masked response. Returns float
     [N] (torch's default dtype). With N, P and the sums over responses and groups that have at least one token:
-
     - token-mean: 1 / sum |o| (DAPO, Eq. 12)
     - group-token-mean: 1 / (P * sum of |o| over the group) (Eq. 8 read per prompt)
     - seq-mean-token-mean: 1 / (N |o_i|) (GRPO)
     - seq-mean-token-sum: 1 / N
     - seq-mean-token-sum-norm: 1 / (N max_response_length) (Dr. GRPO)
-
     group_sizes: [P], responses per group, in the order of response_lengths; needed by group-token-mean.
-    max_response_length: tokens, needed by seq-mean-token-sum-norm. Masked responses get 0; all masked: all 0.
-    Raises ValueError for an unknown mode or a missing or ill-fitting argument.
+    max_response_length: tokens, needed by seq-mean-token-sum-norm. Masked responses get 0; all masked: all 0. Raises
+    ValueError for an unknown mode or a missing or mismatched argument.
     """
     lengths = response_lengths.to(torch.float64)
     valid = lengths > 0

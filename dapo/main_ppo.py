@@ -2,9 +2,8 @@
 
     command line ─▶ Hydra ─▶ Config, checked ─▶ output directory, claimed ─▶ dapo.run.train
 
-Everything that needs no worker is answered here, before torch and Ray are loaded: help, `--cfg job` and what a run
-would refuse of it, a wrong key or value, a run that is complete. However a run ends, its reason is one message and its
-exit code says what to do.
+Everything that needs no worker is done before torch and Ray are loaded: help, `--cfg job` and its checks, wrong keys or
+values, a complete run. However a run ends, it prints one message with the reason, and its exit code says what to do.
 """
 
 import asyncio
@@ -29,7 +28,6 @@ from dapo.state.run_dir import claim_output_dir, left_as_found
 
 
 def main() -> None:
-    """Checks the command line, then lets Hydra compose and run."""
     _catch()
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
@@ -43,7 +41,7 @@ def main() -> None:
 
 
 def _catch() -> None:
-    """Catches signals where the run does not: before and after it. Ctrl-C is Python's, and without a traceback
+    """Installs signal handlers for the time before and after the run. Python handles Ctrl-C, without a traceback
     (`dapo.report.uncaught`)."""
     for number in caught():
         if number != signal.SIGINT:
@@ -69,7 +67,7 @@ def _hydra_main(tree: DictConfig) -> None:
 
 
 def launch(cfg: Config) -> None:
-    """Claims the output directory and trains what is left to train there. `trainer.max_hours` counts from here: to hash
+    """Claims the output directory and trains the remaining steps. `trainer.max_hours` counts from here, because hashing
     the newest checkpoint takes minutes."""
     began = time.monotonic()
     with left_as_found(output_path(cfg.trainer.output_dir)):
@@ -100,8 +98,8 @@ def _launch(cfg: Config, began: float) -> None:
 
 
 def _check(cfg: Config) -> None:
-    """Raises ValueError with all that is wrong as far as it can be told without torch, which takes seconds to load; the
-    machine first: what a cluster would do is no fault of the files."""
+    """Raises ValueError with all problems that can be found without torch, which takes seconds to load. The machine is
+    checked first: its failures are not caused by the files."""
     from dapo.doctor.before_run import check_machine
     from dapo.driver.preflight import early_problems
 

@@ -1,10 +1,7 @@
-"""Computes the objective of one optimizer step: policy loss, KL term and entropy bonus under the tokens' weights.
-
-In: log-probabilities and entropies of response tokens with the constants that go with them. Out: the scalar that is
-differentiated, and detached values per token for the metrics (DAPO Eqs. 8-12). `rollout_correction` makes one of the
-constants: the importance weight between the policy that sampled a token and the one that trains on it. Together with a
-ratio against the actors' own old log-probabilities this is decoupled PPO (arXiv 2110.00641).
-"""
+"""Computes the objective of one optimizer step: policy loss, KL term and entropy bonus, with token weights. It returns
+the scalar to differentiate, and detached values per token for the metrics (DAPO Eqs. 8-12). `rollout_correction`
+computes the importance weight between the policy that sampled a token and the one that trains on it. With a ratio
+against the actors' own old log-probabilities this is decoupled PPO (arXiv 2110.00641)."""
 
 from dataclasses import dataclass
 
@@ -19,12 +16,13 @@ from dapo.own.loading import OwnFunction
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Holds what the gradient does not flow through, per response token, [R].
+    """Values without gradient, per response token, [R].
 
     old_logprobs: the policy's before the update. ref_logprobs: the reference policy's; None without a KL term.
-    correction: factor of the policy loss (`rollout_correction`; 0 where `algorithm.entropy_top_share` leaves a token
-    out). weights: `dapo.loss.token_weights`; a token of weight 0 is masked: whatever else it holds, NaN included,
-    reaches neither loss nor gradient nor metrics. segment_ids: int, the response of each token, counted from 0.
+    correction: factor of the policy loss (`rollout_correction`; 0 for tokens left out by
+    `algorithm.entropy_top_share`). weights: `dapo.loss.token_weights`; a token of weight 0 is masked: its other values,
+    NaN included, affect neither loss nor gradient nor metrics. segment_ids: int, the response of each token, counted
+    from 0.
     """
 
     old_logprobs: Tensor
@@ -37,12 +35,10 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Holds the objective and its parts.
-
-    loss: scalar with gradient, the sum of weights x (policy loss + KL term - entropy bonus). The rest is detached, [R],
-    and 0 or false where the token is masked: trained, clipped_low, clipped_high, dual_clipped (bool: not masked;
-    the lower, the upper bound, the dual clip binds), log_ratio (logp - old_logp), kl and entropy (nats).
-    """
+    """The objective and its parts. loss: scalar with gradient, the sum of weights x (policy loss + KL term - entropy
+    bonus). The rest is detached, [R], and 0 or false for masked tokens: trained (bool: not masked), clipped_low,
+    clipped_high, dual_clipped (bool: the lower bound, the upper bound, the dual clip binds), log_ratio (logp -
+    old_logp), kl and entropy (nats)."""
 
     loss: Tensor
     trained: Tensor
@@ -57,8 +53,8 @@ class Objective:
 def objective(
     logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig, own_loss: OwnFunction | None = None
 ) -> Objective:
-    """Returns the loss of the policy whose logprobs and entropy these are, [R], with gradient (entropy: if
-    `entropy_coeff` is not 0), and what it is made of. own_loss: in place of `policy_loss` (`algorithm.policy_loss`)."""
+    """Returns the objective. logprobs, entropy: of the policy, [R], with gradient (entropy: if `entropy_coeff` is not
+    0). own_loss: user-defined function in place of the built-in loss (`algorithm.policy_loss`)."""
     masked = constants.weights == 0
 
     def keep(values: Tensor) -> Tensor:
@@ -66,7 +62,7 @@ def objective(
 
     logprobs, entropy = keep(logprobs), keep(entropy)
     old_logprobs, advantages = keep(constants.old_logprobs), keep(constants.advantages)
-    # Masked tokens form a segment of their own: they are no part of any |o_i|.
+    # Masked tokens form their own segment: they are not part of any |o_i|.
     segments = (constants.segment_ids + 1).masked_fill(masked, 0)
     if own_loss is None:
         per_token, stats = _policy_loss(logprobs, old_logprobs, advantages, segments, cfg)
@@ -112,12 +108,10 @@ def _policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Holds values per response token, [R], without gradient. Made by `rollout_correction`, consumed by `Constants` and
-    the metrics.
-
-    difference: old - rollout log-probability, nats. ratio: importance ratio per token or response, before truncation or
-    masking. weights: factor of the token's policy loss, 1 without correction. affected: truncated or masked.
-    """
+    """Values per response token, [R], without gradient. Made by `rollout_correction`, used by `Constants` and the
+    metrics. difference: old - rollout log-probability, nats. ratio: importance ratio per token or response, before
+    truncation or masking. weights: factor of the token's policy loss, 1 without correction. affected: truncated or
+    masked."""
 
     difference: Tensor
     ratio: Tensor
@@ -129,12 +123,12 @@ class Correction:
 def rollout_correction(
     old_logprobs: Tensor, rollout_logprobs: Tensor, segment_ids: Tensor, cfg: RolloutCorrectionConfig
 ) -> Correction:
-    """Returns the weights exp(old - rollout) of tokens, truncated (TIS) or masked, and what they were made of.
+    """Returns the weights exp(old - rollout) of tokens, truncated (TIS) or masked, and their ingredients.
 
     old_logprobs: by the actors before the first optimizer step; rollout_logprobs: by the engines; segment_ids: the
     response of each token, counted from 0; all [R]. Exponents are clamped to +-20. `level: sequence` takes the product
     of a response's ratios, `geometric` their geometric mean, the ratio of GSPO (arXiv 2507.18071, Eq. 7). A masked
-    token keeps its place in the denominators.
+    token still counts in the denominators.
     """
     difference = old_logprobs - rollout_logprobs
     log_ratio = difference if cfg.level == "token" else segment_sum(difference, segment_ids)

@@ -1,31 +1,27 @@
-"""Packs the sequences of one optimizer step into micro-batches: lengths in, indices per rank and micro-batch out.
-
-No padding token is computed: a micro-batch is a set of whole sequences laid end to end
-(`workers.training.forward.policy`). Pure Python, so that the driver packs without torch.
-"""
+"""Packs the sequences of one optimizer step into micro-batches without padding. A micro-batch is a set of whole
+sequences laid end to end (`workers.training.forward.policy`). Pure Python, so that the driver packs without torch."""
 
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import fsum
 
-# For a model whose shape is unknown. A decoder layer of hidden size h spends about 24 h^2 FLOPs per token in its
-# matrices and 2 h L in causal attention (L / 2 keys on average), so attention costs as much as the rest at L = 12 h:
-# 49,152 tokens at h = 4096, between a 7B model (3584) and a 32B model (5120).
+# For a model of unknown shape. A decoder layer of hidden size h spends about 24 h^2 FLOPs per token in its matrices and
+# 2 h L in causal attention (L / 2 keys on average), so attention costs as much as the rest at L = 12 h: 49,152 tokens
+# at h = 4096, between a 7B model (3584) and a 32B model (5120).
 ATTENTION_EQUALS_REST_TOKENS = 49_152
 MAX_IMBALANCE = 0.05  # of the heaviest rank over the mean, where the lengths allow it
 SHARED_FROM = 0.1  # part of the tokens that must be saved for a prompt to be computed once for several responses
 
 
 def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) -> float:
-    """Estimates the FLOPs of one sequence of `length` tokens, linear plus quadratic part. Unit: a token's FLOPs outside
-    attention. equal_at: length at which both parts cost the same (`ModelShape.attention_equals_rest_tokens`)."""
+    """Estimates the FLOPs of one sequence of `length` tokens, in units of a token's FLOPs outside attention. equal_at:
+    length at which linear and quadratic part cost the same (`ModelShape.attention_equals_rest_tokens`)."""
     return length + length * length / equal_at
 
 
 def worth_sharing(prompt: int, lengths: Sequence[int]) -> bool:
-    """Says whether sequences in one micro-batch compute the `prompt` tokens that they begin with once. lengths: of
-    each, prompt included."""
+    """Whether to compute the common `prompt` tokens of a micro-batch once. lengths: of the sequences, with prompt."""
     return (len(lengths) - 1) * prompt >= SHARED_FROM * sum(lengths)
 
 
@@ -36,17 +32,16 @@ def pack(
     equal_at: int = ATTENTION_EQUALS_REST_TOKENS,
     prompts: Sequence[tuple[bytes, int]] = (),
 ) -> list[list[list[int]]]:
-    """Spreads sequences over ranks, or groups of ranks that share micro-batches, and over micro-batches.
+    """Distributes sequences over ranks, or groups of ranks that share micro-batches, and over micro-batches.
 
-    lengths: tokens of each sequence, prompt included. equal_at: see `estimated_work`. prompts: what each sequence
-    begins with, and how many tokens that are. Neighbours that begin alike share these in a micro-batch: they are put
-    together, 2, 4, 8 ... at a time, where less work follows from it.
+    lengths: tokens of each sequence, prompt included. equal_at: see `estimated_work`. prompts: the prompt of each
+    sequence and its number of tokens. Neighbours with the same prompt share it in a micro-batch: they are put together,
+    2, 4, 8 ... at a time, if that reduces the work.
     Returns [num_ranks][num_micro_batches][sequence indices]: each index exactly once, each micro-batch at most
     `max_tokens` tokens, the same number of micro-batches on every rank (FSDP hangs otherwise; missing ones are empty
-    lists), at least one and as few as the packing heuristics find. Each rank does similar work in total, and so do the
-    micro-batches of one position as far as that allows. The same input gives the same output, under each
-    Python: from 3.12 on `sum` rounds otherwise, and decides otherwise between candidates that are alike.
-
+    lists), at least one and as few as the heuristics find. Ranks have similar total work, and so have the micro-batches
+    of one position where possible. The result is deterministic on every Python version: `fsum` is used because `sum`
+    rounds differently from 3.12 on, and could choose differently between equal candidates.
     Raises ValueError if a sequence is longer than `max_tokens`.
     """
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=0)
@@ -79,8 +74,7 @@ def pack(
 def _share(
     run: Sequence[int], together: int, lengths: Sequence[int], prompt: int, max_tokens: int
 ) -> Iterator[Sequence[int]]:
-    """Cuts sequences that begin alike into runs of `together` that fit a micro-batch; single ones where sharing their
-    `prompt` tokens is not worth it."""
+    """Splits sequences with the same prompt into runs of `together` that fit; single ones if not worth sharing."""
     for start in range(0, len(run), together):
         part = run[start : start + together]
         of_part = [lengths[i] for i in part]
@@ -111,8 +105,8 @@ def _pack(
 
 
 def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, float]:
-    """Compares candidates: those whose ranks differ in work by more than `MAX_IMBALANCE` are worst. Then, because
-    FSDP's collectives keep all ranks at the same micro-batch: the work of the heaviest at each position, summed."""
+    """Returns a sort key of candidates: first whether the ranks' work differs by more than `MAX_IMBALANCE`. Then the
+    work of the heaviest rank at each position, summed, as FSDP's collectives keep all ranks at the same micro-batch."""
     loads = [[fsum(work[i] for i in indices) for indices in rank] for rank in ranks]
     totals = [fsum(rank) for rank in loads]
     uneven = max(totals) * len(ranks) > (1 + MAX_IMBALANCE) * fsum(totals)
@@ -122,11 +116,9 @@ def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, fl
 def _split_ranks(
     lengths: Sequence[int], work: Sequence[float], dealt: list[list[int]], num_micro_batches: int, max_tokens: int
 ) -> list[list[list[int]]] | None:
-    """Assigns each rank's sequences, heaviest first, to its micro-batches. None if one found no room.
-
-    All ranks follow one profile: where one has a sequence that is more than its share of a micro-batch, the others make
-    that micro-batch as heavy and the rest lighter, instead of waiting for it with equal ones.
-    """
+    """Assigns each rank's sequences, heaviest first, to its micro-batches. None if one does not fit. All ranks follow
+    one profile: if one has a sequence larger than its share of a micro-batch, the others make that micro-batch as heavy
+    and the rest lighter, instead of waiting for it with equal ones."""
     rest = max(fsum(work[i] for i in members) for members in dealt)
     profile: list[float] = []
     for position in range(num_micro_batches):
@@ -152,8 +144,7 @@ def _split_ranks(
 def _fill_lightest(
     lengths: Sequence[int], work: Sequence[float], order: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Puts the longest sequence first into the bin with the least work that has room: balanced. None if one found no
-    room."""
+    """Balanced: longest first, into the bin with the least work that has room. None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
     heap = [(0.0, b) for b in range(num_bins)]
@@ -173,8 +164,7 @@ def _fill_lightest(
 
 
 def _fill_first(lengths: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Fits the longest sequence first into the first bin with room: denser where bins are nearly full. None if one
-    found no room."""
+    """Dense: longest first, into the first bin with room, for nearly full bins. None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [max_tokens] * num_bins
     for i in order:

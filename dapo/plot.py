@@ -1,9 +1,7 @@
-"""Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
-
-In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, and where
-`--against` names them tokens and seconds, the runs laid over each other; those whose names differ in the seed alone
-have one colour. Needs matplotlib, of the `dev` extra.
-"""
+"""Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`. Reads the
+metrics.jsonl of each run. Writes one PNG with accuracy, response length and entropy against the step, and with
+`--against` tokens and seconds, with all runs overlaid; runs whose names differ in the seed only have one colour. Needs
+matplotlib, of the `dev` extra."""
 
 import argparse
 import math
@@ -16,7 +14,7 @@ from typing import Any
 from dapo.report.log import METRICS, read_metrics
 from dapo.results.runs import labels, positions
 
-# (title, metric, whether it is measured now and then and shown as points)
+# (title, metric, whether it is measured occasionally and drawn as points)
 PANELS = (
     ("held-out accuracy", "eval/accuracy", True),
     ("accuracy of drawn groups", "rollout/accuracy", False),
@@ -24,15 +22,14 @@ PANELS = (
     ("entropy (nats per token)", "actor/entropy", False),
 )
 AXES = {"step": "step", "tokens": "tokens generated", "seconds": "seconds of all steps"}
-# Okabe and Ito's colours, which people with colour blindness tell apart.
+# Okabe and Ito's colours, distinguishable with colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the `dev` extra of dapo"
 SEED = re.compile(r"[-_/]?seed[-_]?\d+$")
 
 
 def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
-    """Returns (steps, values) of one metric in the order of the steps; the last record of a step wins, NaN is left
-    out."""
+    """Returns (steps, values) of one metric in step order, without NaN; the last record of a step wins."""
     found = {record["step"]: record[metric] for record in records if not math.isnan(record.get(metric, math.nan))}
     steps = sorted(found)
     return steps, [found[step] for step in steps]
@@ -52,14 +49,12 @@ def pyplot() -> Any:
 
 
 def frame(axis: Any, title: str) -> None:
-    """Gives an axis its title and a grid behind the curves."""
     axis.set_title(title, loc="left", fontsize=10)
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
 
 
 def legend(figure: Any, labels: Sequence[str], columns: int) -> None:
-    """Writes the labels under the figure, each with its colour."""
     lines = [pyplot().Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(labels))]
     figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
 
@@ -75,9 +70,9 @@ def write(figure: Any, out: Path, remedy: str) -> None:
 
 
 def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
-    """Writes the picture of `runs`, the records of each by label, to `out`. against: of `AXES`; with several, a column
-    for each. Runs of one kind, which differ in their seeds, share a colour. Raises ValueError when matplotlib is
-    missing or `out` cannot be written."""
+    """Draws `runs`, the records of each by label, to `out`. against: of `AXES`; one column each if there are several.
+    Runs that differ in their seeds only share a colour. Raises ValueError when matplotlib is missing or `out` cannot be
+    written."""
     plt = pyplot()
     rows, columns = (2, 2) if len(against) == 1 else (len(PANELS), len(against))
     size = (9.0, 5.6) if len(against) == 1 else (4.2 * columns, 2.5 * rows)
@@ -91,7 +86,7 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
             at = positions(records, each)
             known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
             colour = COLOURS[shown.index(kind) % len(COLOURS)]
-            # Held-out points are joined by a line so that the eye can follow them.
+            # Held-out points are joined by a line to be easier to follow.
             look: dict[str, Any] = {"marker": "o", "markersize": 4.5} if points else {}
             axis.plot([x for x, _ in known], [y for _, y in known], color=colour, linewidth=width, **look)
         frame(axis, name)
@@ -106,7 +101,7 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
 
 
 def kinds_of(labels: Sequence[str]) -> list[str]:
-    """Returns the labels without their seeds where that leaves several runs of a kind; else as they are."""
+    """Returns the labels without seeds if several runs then share one; else unchanged."""
     kinds = [SEED.sub("", label) for label in labels]
     return kinds if all(kinds) and len(set(kinds)) < len(kinds) else list(labels)
 
@@ -135,7 +130,6 @@ def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")

@@ -1,7 +1,5 @@
-"""Declares what the algorithm needs of the compute: three protocols, one callable, and how the actors fail.
-
-`workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
-"""
+"""Interfaces of the workers: three protocols, one callable, and the failures of actors.
+`workers.{rollout,reward,actor}` implement them over Ray; tests also have in-process fakes."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -16,23 +14,20 @@ from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Sco
 
 
 class RolloutPool(Protocol):
-    """Stands for the engines."""
-
     @property
     def capacity(self) -> int:
-        """Counts the responses that all engines together run at once: sequences, or what the KV cache holds."""
+        """Number of responses that all engines run at once: sequences, or what fits the KV cache."""
 
     def room(self, n: int) -> int:
-        """Counts the groups of n responses that may start now without waiting long for an engine; what runs in the
-        background takes no room."""
+        """Returns how many groups of n may start now without a long wait; background responses take no room."""
 
     @property
     def spare(self) -> int:
-        """Counts the responses that may start in the background: in slots that nothing takes now."""
+        """Number of responses that may start in the background, in free slots."""
 
     @property
     def serving(self) -> bool:
-        """Returns whether an engine serves now, or a group would have to wait for one that starts again."""
+        """Whether an engine serves now; otherwise a group would wait for one to restart."""
 
     def generate(
         self,
@@ -44,42 +39,37 @@ class RolloutPool(Protocol):
         background: bool = False,
         problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`.
-        problem: that the prompt is of, for the rollout function where there is one."""
+        """Yields (number, response) as the responses to one prompt end; response number k has `seeds[k]`. problem: the
+        record that the prompt belongs to, for the rollout function if there is one."""
 
     def tokens_per_s(self) -> float:
-        """Returns how many tokens the engines generated a second lately, as far as they have told."""
+        """Returns the recent generation speed of the engines, as last reported."""
 
     def lap(self) -> dict[str, float]:
-        """Returns what the engines did since the last lap, and how many were replaced so far, as metrics."""
+        """Returns metrics of the engines since the last call, and the number of replaced ones so far."""
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups; their unfinished responses come as far as they are, marked as aborted."""
+        """Aborts the named groups; their unfinished responses are yielded as they are, marked as aborted."""
 
 
 class RewardPool(Protocol):
-    """Stands for the reward workers."""
-
-    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
-        """Scores response number `sample` to the prompt."""
+    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score: ...
 
     def lap(self) -> dict[str, float]:
-        """Returns what the workers did since the last lap, and how many processes were replaced so far, as metrics."""
+        """Returns metrics of the workers since the last call, and the number of replaced processes so far."""
 
     async def check(self) -> None:
-        """Raises RuntimeError when known answers are not scored as they must be: no verdict can be trusted then."""
+        """Raises RuntimeError when known answers get wrong scores: then no verdict can be trusted."""
 
 
 class ActorsLost(RuntimeError):
-    """Says that ranks died, keep silent, or no longer stand at the same point: only `ActorPool.restart` helps."""
+    """Ranks died, hang, or have different states: only `ActorPool.restart` helps."""
 
 
 class BatchRefused(RuntimeError):
-    """Says that all ranks refused a batch with nothing changed: they would refuse it again.
-
-    reason: "parity", the engines sampled it from other probabilities than the actors compute; "nonfinite", too many
-    optimizer steps in a row were skipped, and no step of this update was taken.
-    """
+    """All ranks refused a batch, with nothing changed: they would refuse it again. reason: "parity", the engines'
+    log-probabilities differ too much from the actors'; "nonfinite", too many optimizer steps in a row were skipped, and
+    no step of this update was taken."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -88,12 +78,12 @@ class BatchRefused(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
-    """Says what became of an update. Made by `workers.training.update`, consumed by the trainer.
+    """Result of an update. Made by `workers.training.update`, consumed by the trainer.
 
-    metrics: over all ranks and optimizer steps. skipped: the mini-batches of which a step was skipped, because a loss,
-    gradient or log-probability was not finite (`dapo.batch.deal` tells their groups). stop: why the run must stop,
-    too many were skipped in a row; else empty. The update counts as one in any case, its weights are of a new version.
-    use: of the machine, by the rank whose answer this is.
+    metrics: over all ranks and optimizer steps. skipped: mini-batches with a skipped step, because a loss, gradient or
+    log-probability was not finite (`dapo.batch.deal` gives their groups). stop: why the run must stop, if too many were
+    skipped in a row; else empty. The update counts in any case: its weights are a new version. use: resources of the
+    rank that returned this.
     """
 
     metrics: dict[str, float]
@@ -103,11 +93,8 @@ class Updated:
 
 
 class ActorPool(Protocol):
-    """Stands for all FSDP ranks as one.
-
-    Every method raises ActorsLost, and then so does every later one until `restart`; or another RuntimeError that all
-    ranks raised alike with nothing changed.
-    """
+    """All FSDP ranks as one. Every method raises ActorsLost, and then so does every later one until `restart`; or
+    another RuntimeError that all ranks raised alike with nothing changed."""
 
     async def update(self, batch: TrainBatch) -> Updated:
         """Trains on a batch, from policy version `batch.version` to the next one. Raises BatchRefused."""
@@ -118,16 +105,16 @@ class ActorPool(Protocol):
         """Writes the state of policy `version`, which the ranks must be at."""
 
     async def load(self, directory: str, version: int) -> None:
-        """Reads what `save` wrote; the ranks are at policy `version` from then on."""
+        """Reads what `save` wrote; the ranks are at policy `version` afterwards."""
 
     async def export_hf(self, directory: str) -> None: ...
 
     async def stage(self, version: int, *, export: bool) -> None:
-        """Copies the state of policy `version`, which the ranks must be at, for one `write_staged`; with `export` also
-        the model for `export_hf`."""
+        """Copies the state of policy `version`, which the ranks must be at, for one `write_staged`; `export`: also the
+        model."""
 
     async def write_staged(self, directory: str, export: str) -> None:
-        """Writes what was staged as `save` and `export_hf` do, the latter into `export`; updates may run meanwhile."""
+        """Writes the staged copy like `save`, and the model to `export` like `export_hf`; updates may run meanwhile."""
 
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RuntimeError unless all ranks read `content` in the file at `path`."""
@@ -136,21 +123,20 @@ class ActorPool(Protocol):
         """Returns how many times all ranks were replaced so far, as a metric."""
 
     async def until_lost(self) -> str:
-        """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
+        """Waits until the ranks are lost, even when they are idle, and returns why."""
 
     async def restart(self) -> None:
-        """Ends all ranks and starts new ones, at policy version 0."""
+        """Stops all ranks and starts new ones, at policy version 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """Holds the compute of a run, composed in `dapo.fleet.build_pools`.
+    """The workers of a run, composed in `dapo.fleet.build_pools`.
 
-    sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
-    engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
-    leave_gpus: lets the engines sleep that share the actors' GPUs; None where none does, or not in turns. lender: wakes
-    some on the actors' GPUs while a batch is collected; None where none is lent any.
-    gpus: of all of them.
+    sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
+    weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
+    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. lender:
+    wakes engines on the actors' GPUs while a batch is collected; None without lending. gpus: of all workers.
     """
 
     rollouts: RolloutPool
@@ -163,8 +149,7 @@ class Pools:
     gpus: int = 0
 
     def lap(self) -> dict[str, float]:
-        """Returns what the pools did since the last lap, what memory this process takes, and how many processes of each
-        kind were replaced so far, as metrics."""
+        """Returns metrics of the pools since the last call, of this process's memory, and replacements so far."""
         own = {"perf/driver_resident_bytes": float(resident_bytes([psutil.Process()]))}
         lent = {} if self.lender is None else self.lender.lap()
         return own | lent | self.rollouts.lap() | self.rewards.lap() | self.actors.restarts()

@@ -1,8 +1,8 @@
-"""Runs one run, from a claimed output directory to stopped processes (`dapo.fleet` starts them).
+"""Executes one run, from a claimed output directory to stopped processes (`dapo.fleet` starts them).
 
     Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Trainer.run ─▶ stopped
 
-However a run ends (last step, Ctrl-C, a signal, a failure anywhere), what was trained is saved and every process ends.
+However a run ends (last step, Ctrl-C, a signal, a failure), what was trained is saved and every process is stopped.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ from workers.rollout import RolloutPool
 async def train_until_signal(
     cfg: Config, run_dir: RunDirectory, store: CheckpointStore, since: float, until: int | None = None
 ) -> None:
-    """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, and LeaseLost
-    when another run has taken the directory over."""
+    """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, LeaseLost
+    when another run took the directory."""
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
@@ -104,13 +104,10 @@ async def train(
     until: int | None = None,
     since: float | None = None,
 ) -> None:
-    """Trains up to `trainer.total_steps`, or to step `until`.
-
-    rollouts: engines that outlive the run (inside `ray_cluster`); None: Ray and engines of its own.
-    stop: catches signals. since: the moment (`time.monotonic()`) from which `trainer.max_hours` counts; None: this one.
-
-    Raises ValueError or RuntimeError: what is wrong with the input, or what failed, with the remedy.
-    """
+    """Trains up to `trainer.total_steps`, or to step `until`. rollouts: engines that outlive the run (inside
+    `ray_cluster`); None: starts Ray and its own engines. stop: catches signals. since: the time (`time.monotonic()`)
+    from which `trainer.max_hours` counts; None: now. Raises ValueError or RuntimeError for wrong input or a failure,
+    with the remedy."""
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
     preflight(cfg)
@@ -118,13 +115,13 @@ async def train(
     run_dir.check_own(own)
     if cfg.trainer.only != "both":
         until = _halve(cfg, until)
-    # Both take seconds; those of Ray are spent waiting.
+    # Both take seconds; starting Ray is mostly waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
     progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
     cluster = ray_cluster(cfg) if rollouts is None else nullcontext()
     with Watchdog(cfg.logging.watchdog_s, before=progress.look), cluster:
         if stop is not None:
-            stop.install()  # once more: Ray has put a handler of its own in place
+            stop.install()  # again: Ray has installed its own handler
         with waiting("the prompts to be read and tokenized"):
             prompts, held_out, data_fingerprint = await loading
             inputs = await asyncio.to_thread(origins, cfg) | own
@@ -160,7 +157,7 @@ async def train(
 
 
 def _halve(cfg: Config, until: int | None) -> int | None:
-    """Leaves out of a run what its half does not need; returns the step that it can get to."""
+    """Removes what half a run does not need; returns the last step that it can reach."""
     cfg.data.val_files = []
     for source in cfg.data.sources:
         source.val_files = []
@@ -175,7 +172,7 @@ def _halve(cfg: Config, until: int | None) -> int | None:
 
 
 def make_paths_absolute(cfg: Config) -> None:
-    """Makes paths absolute: remote workers run in a directory of Ray's, where a relative path means nothing."""
+    """Makes paths absolute: remote workers run in another directory."""
     cfg.model.path = resolve_path(cfg.model.path)
     own = [spec for source in cfg.data.sources for spec in source.functions]
     for spec in (*cfg.reward.functions, *own):
@@ -188,8 +185,8 @@ def make_paths_absolute(cfg: Config) -> None:
 
 
 def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[HeldOut], str]:
-    """Loads training prompts, held-out sets, and the fingerprint of the former. today: the date for chat templates that
-    write one; None: the real one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
+    """Loads training prompts, held-out sets, and the fingerprint of the training prompts. today: the date for chat
+    templates that use it; None: the current one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
     tokenizer = load_tokenizer(cfg.model)
     tell = partial(_tell, cfg)
     prompts, _ = load_train(cfg, tokenizer, today=today, told=tell)
@@ -212,11 +209,9 @@ def _tell(cfg: Config, key: str, report: DataReport) -> None:
 async def evaluate(
     cfg: Config, begun: Callable[[int], None] = lambda answers: None, answered: Callable[[int], None] = lambda n: None
 ) -> Answered:
-    """Answers the held-out prompts with the model at `model.path`: with engines and reward workers, without actors.
-
-    begun: called with the number of answers to come; answered: with the number of those that came. Raises as `train`
-    does, and before anything is started where the input is wrong.
-    """
+    """Answers the held-out prompts with the model at `model.path`, using engines and reward workers but no actors.
+    begun: called with the total number of answers; answered: with the number of new ones. Raises as `train` does; wrong
+    input is reported before anything starts."""
     task = asyncio.current_task()
     assert task is not None
     make_paths_absolute(cfg)
@@ -226,14 +221,14 @@ async def evaluate(
     for line in notes.of_all(cfg, tokenizer, [], held_out):
         warn(line)
     check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)
-    cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
+    cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # reserve neither GPUs nor memory for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
         device = device_of(cfg)
         placement = await place(cfg, device)
         engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
 
-        async def rejoin(number: int) -> None:  # an engine that starts again has loaded the weights that all serve
+        async def rejoin(number: int) -> None:  # a restarted engine has loaded the weights that all serve
             engines.admit((number,))
 
         engines.keeper.rejoin = rejoin

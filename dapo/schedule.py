@@ -1,8 +1,6 @@
-"""Computes the learning rate of every optimizer step, from transformers' schedules.
-
-In: `actor.optim` and the length of the run. Out: a function of the version and the optimizer step within it, which
-holds no state: a resumed run has the same rates. Warm-up of N steps starts at 1/N: the first update moves the weights.
-"""
+"""Computes the learning rate of every optimizer step, from transformers' schedules. The rate is a stateless function of
+version and optimizer step, so a resumed run has the same rates. Warm-up of N steps starts at 1/N, so the first update
+changes the weights."""
 
 from collections.abc import Callable
 
@@ -13,19 +11,16 @@ from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
 from dapo.derived import optimizer_steps
 
-WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
-TIMESCALE = 10_000  # steps; what transformers takes for inverse_sqrt without warm-up
-ROUNDING = 1e-9  # of the highest rate, by which another may be above it
+WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would ignore them silently
+TIMESCALE = 10_000  # steps; transformers' default for inverse_sqrt without warm-up
+ROUNDING = 1e-9  # relative tolerance on the highest rate
 
 
 def learning_rates(cfg: Config) -> Callable[[int, int], float]:
     """Returns rate(version, k): of optimizer step k (from 0) of the update that starts from policy `version`.
-
-    transformers' factor starts at 0 in step 0 and ends at 0 after the last one; it is read one step later, with the
-    run one step longer, so that neither the first step nor the last is lost.
-
-    Raises ValueError when `get_scheduler` does not take `actor.optim.lr_scheduler_kwargs`.
-    """
+    transformers' factor is 0 in step 0 and after the last step. It is read one step later, with the run one step
+    longer, so that neither the first step nor the last is lost. Raises ValueError when `get_scheduler` rejects
+    `actor.optim.lr_scheduler_kwargs`."""
     from transformers import get_scheduler
 
     optim = cfg.actor.optim
@@ -35,7 +30,7 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
         raise _refused(optim, "it takes none; leave them out or choose another scheduler")
     arguments = dict(optim.lr_scheduler_kwargs)
     if optim.lr_scheduler == "inverse_sqrt" and not optim.lr_warmup_steps and arguments.get("timescale") is None:
-        arguments["timescale"] = TIMESCALE  # which it would take from the warm-up of 1 that it is given
+        arguments["timescale"] = TIMESCALE  # else derived from the warm-up of 1 passed below
     try:
         scheduler = get_scheduler(
             optim.lr_scheduler,
@@ -57,9 +52,10 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
 
 
 def check_rates(cfg: Config) -> None:
-    """Asks for the rate of the first and of the last optimizer step of every update: many arguments are used only then.
-    Raises ValueError as `learning_rates` does, and where a rate cannot be computed, is not from 0 to `actor.optim.lr`,
-    or is 0 throughout two updates in a row, which train nothing. (A whole wave of a cosine is 0 for one at most.)"""
+    """Computes the rate of the first and last optimizer step of every update, because many arguments are used only
+    then. Raises ValueError as `learning_rates` does, and if a rate cannot be computed, is outside 0 to
+    `actor.optim.lr`, or is 0 throughout two updates in a row, which train nothing. (A cosine is 0 for at most one
+    update.)"""
     rate, optim, last = learning_rates(cfg), cfg.actor.optim, optimizer_steps(cfg) - 1
     idle = False
     for version in range(cfg.trainer.total_steps):

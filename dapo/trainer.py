@@ -1,11 +1,11 @@
-"""Runs Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
+"""Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
 
     collect ──▶ advantages, weights ──▶ update ──▶ sync weights ──▶ log, checkpoint
     (stream,    (batch: TrainBatch)     (actors)   (engines serve
      buffer)                                        version v + 1)
        └ ─ ─ ─ ─ evaluation of version v ─ ─ ─┘
 
-The trainer knows three protocols and one `sync_weights` callable, so the loop also runs with in-process fakes. The
+The trainer uses three protocols and one `sync_weights` callable, so the loop also runs with in-process fakes. The
 policy version is the number of completed updates; it names checkpoints and labels every generated token.
 """
 
@@ -34,8 +34,6 @@ from dapo.types import Collected, HeldOut, Prompt, TrainBatch
 
 
 class Trainer:
-    """Trains one run."""
-
     def __init__(
         self,
         cfg: Config,
@@ -49,7 +47,7 @@ class Trainer:
         limit: TimeLimit | None = None,
         until: int | None = None,
     ) -> None:
-        """Starts nothing yet. until: the step to end with, where it is not `trainer.total_steps`."""
+        """until: the last step, if it is not `trainer.total_steps`."""
         self.version = 0
         self.clock = PhaseClock(Trace(logger.output_dir))
         self._cfg = cfg
@@ -70,7 +68,6 @@ class Trainer:
         self.stream.on_filled = self.evaluations.wake
 
     async def run(self) -> None:
-        """Takes all steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
         try:
             await self._resume()
             self.evaluations.begin(self.version)
@@ -79,7 +76,7 @@ class Trainer:
             await self._batches.written()
             if self.saver.is_behind(self.version):
                 await finish(self.save())
-            async with self._limit.leaving("save"):  # the checkpoint says that the evaluation is owed
+            async with self._limit.leaving("save"):  # the checkpoint records that the evaluation is due
                 await self.evaluations.finish()
         except ActorsLost:
             await self._batches.written()  # the next trainer writes the same files
@@ -89,8 +86,9 @@ class Trainer:
             await self.stream.close()
 
     async def step(self) -> dict[str, float]:
-        """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
-        the actors refuse is set aside, and there are none. Raises ActorsLost, also for a batch that is set aside."""
+        """Runs one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
+        the actors refuse is set aside, and the metrics are empty. Raises ActorsLost, also after setting aside a batch
+        that lost the ranks."""
         self.clock.lap()
         self._pools.lap()
         async with self._limit.leaving(*self.saver.acts):
@@ -135,14 +133,14 @@ class Trainer:
                 with self.clock("sync"):
                     await self._pools.sync_weights(self.version)
                 self._buffer.serving(self.version)
-            finally:  # the step is trained and will be saved: it has its line also where the sync failed
+            finally:  # the step is trained and will be saved, so it is logged even if the sync failed
                 metrics = self._report(collected, batch, updated.metrics | self._order.metrics() | self._pools.lap())
         fault_point("driver.synced")
         self._refusals.updated(collected, updated, self.version - 1)
         return metrics
 
     async def _sync(self) -> None:
-        """Gives the engines the weights once more, which may be what a batch was refused for."""
+        """Syncs the weights again: outdated engine weights may be the reason for a refused batch."""
         await self.evaluations.again()
         async with self._pools.weights:
             with self.clock("sync"):
@@ -156,7 +154,7 @@ class Trainer:
         return metrics
 
     async def save(self) -> None:
-        """Writes a checkpoint of the current version, while generation may go on."""
+        """Writes a checkpoint of the current version; generation may continue meanwhile."""
         with self.clock("save"):
             await self.saver.save(self.version)
 

@@ -1,8 +1,6 @@
-"""Defines the records that flow through a step, in the order in which they are made.
-
-Every record is frozen; a later stage has a later type. Token arrays are numpy, because a step of 512 x 16 responses
-pickles several times faster as arrays than as lists.
-"""
+"""The records that flow through a step, in the order in which they are made. Every record is frozen; a later stage has
+a later type. Token arrays are numpy, because a step of 512 x 16 responses pickles several times faster as arrays than
+as lists."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +17,12 @@ Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Holds one distinct problem. Made by `dapo.data`, consumed by the stream and the reward functions.
+    """One distinct problem. Made by `dapo.data`, consumed by the stream and the reward functions.
 
-    id: position among the distinct prompts kept after filtering.
-    source: `data_source` of the row, handed to the reward function.
-    messages: the conversation before the policy's chat template; a reward model has a template of its own.
-    text: the prompt after the chat template. token_ids: [P], what the engine sees.
-    entry: name of the entry of `data.sources` that the row came with; "" without entries.
+    id: position among the distinct prompts kept after filtering. source: `data_source` of the row, passed to the reward
+    function. messages: the conversation before the policy's chat template; a reward model applies its own template.
+    text: the prompt after the chat template. token_ids: [P], the engine's input. entry: name of the row's entry of
+    `data.sources`; "" without entries.
     """
 
     id: int
@@ -40,10 +37,8 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """Holds one set of problems that are not trained on. Made by `dapo.data.sources`, consumed by `dapo.evaluate`.
-
-    name: in `data.val_files`; "" for the set of a plain list. samples: how many answers each prompt gets.
-    """
+    """One set of held-out problems. Made by `dapo.data.sources`, consumed by `dapo.evaluate`. name: in
+    `data.val_files`; "" for the set of a plain list. samples: number of answers per prompt."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -52,8 +47,8 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Holds one visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run
-    (in an evaluation it is the prompt's id)."""
+    """One visit of the stream to a prompt. Made by `dapo.data`. index: counts visits from 0 over the whole run; in an
+    evaluation it is the prompt's id."""
 
     index: int
     prompt: Prompt
@@ -61,12 +56,10 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Says how the engine samples one group. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`,
-    which is also given a seed per response.
-
-    n: responses per prompt. max_tokens: cap of a response. stop: strings that end it, as its last characters. logprobs:
-    whether the tokens' log-probabilities are wanted, as for training; they take a share of the engine's time.
-    """
+    """Sampling parameters of one group; seeds are passed separately per response. Made by
+    `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`. n: responses per prompt. max_tokens: limit per
+    response. stop: strings that end it, kept as its last characters. logprobs: whether to return the tokens'
+    log-probabilities, as training needs; they cost engine time."""
 
     n: int
     temperature: float
@@ -79,7 +72,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Says that tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
+    """Tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
 
     version: int
     start: int
@@ -88,17 +81,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """Holds one sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
+    """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
 
-    token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy; NaN
-    without `Sampling.logprobs`.
-    finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off; "error" where
-    `rollout.function` failed.
-    engine: number of the one that ended it. seconds: from the request to the last token, waits in an engine included,
-    the time in which it was put down not. Of a response that was read from a checkpoint or journal they are -1 and NaN:
-    another fleet made it. text: empty where it was cut off. token_mask: [R], true where the policy sampled the token;
-    the others were given to it between turns (a tool's answer, feedback), their log-probability means nothing, and no
-    span names them. None: it sampled them all.
+    token_ids: [R], with the end-of-text token. rollout_logprobs: [R], natural log, of the sampling policy; NaN without
+    `Sampling.logprobs`. text: empty if aborted. finish_reason: of the engine: "stop", "length" (token limit), "abort";
+    "error" if `rollout.function` failed.
+    engine: number of the one that finished it. seconds: from the request to the last token, with queueing in an engine
+    but without time between an abort and its continuation. For a response from a checkpoint or journal they are -1 and
+    NaN, because another fleet generated it. token_mask: [R], true for tokens that the policy sampled; the others were
+    inserted between turns (a tool's answer, feedback), their log-probability is meaningless, and no span covers them.
+    None: all were sampled.
     """
 
     token_ids: Int32Array
@@ -112,47 +104,45 @@ class Response:
 
     @property
     def num_sampled(self) -> int:
-        """Counts the tokens that the policy sampled: the length of the response wherever lengths count."""
+        """Number of tokens that the policy sampled; this is the response length for all statistics and weights."""
         return len(self.token_ids) if self.token_mask is None else int(self.token_mask.sum())
 
     @property
     def num_turns(self) -> int:
-        """Counts the runs of sampled tokens; between two of them are others."""
+        """Number of runs of sampled tokens, separated by inserted ones."""
         mask = self.token_mask
         return 1 if mask is None else int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())
 
     @property
     def sampled_logprobs(self) -> Float32Array:
-        """Returns the log-probabilities of the sampled tokens, [S]."""
+        """Log-probabilities of the sampled tokens, [S]."""
         return self.rollout_logprobs if self.token_mask is None else self.rollout_logprobs[self.token_mask]
 
     @property
     def truncated(self) -> bool:
-        """Returns whether the response ran into the cap."""
         return self.finish_reason == "length"
 
     @property
     def aborted(self) -> bool:
-        """Returns whether the engine was asked to end the response, or ended."""
+        """Whether the response was aborted on request, or because its engine ended."""
         return self.finish_reason == "abort"
 
     @property
     def failed(self) -> bool:
-        """Returns whether the rollout function failed, so that there is nothing to score."""
+        """Whether the rollout function failed, so that there is nothing to score."""
         return self.finish_reason == "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Holds the score of one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
+    """Score of one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
 
-    accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter looks at.
-    reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
-    metrics: other numbers that a reward function gave, as LABEL/KEY. prediction: the extracted answer, as it gave it.
-    failure: "" for a verdict of the functions; "cpu" or "memory", the limit that made the response wrong; "error",
-    "wall", "crash", "remote" (a server did not answer an async function), "away" (none was there), "model" (the reward
-    model has none), "kl" (log-probabilities are not finite) or "rollout" (its rollout function failed), why it is
-    unscorable.
+    accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter uses. reward: input of the advantage: the
+    weighted sum of `parts` (reward by name, with the overlong penalty). metrics: other numbers of a reward function, as
+    LABEL/KEY. prediction: the extracted answer, as the function returned it. failure: "" for a verdict; "cpu" or
+    "memory", the limit that made the response wrong; or why it is unscorable: "error", "wall", "crash", "remote" (a
+    server did not answer an async function), "away" (no server was available), "model" (no verdict of the reward
+    model), "kl" (log-probabilities are not finite) or "rollout" (its rollout function failed).
     """
 
     accuracy: float
@@ -164,13 +154,12 @@ class Score:
 
 
 def unscorable(failure: str) -> Score:
-    """Returns a score of NaN, with the reason."""
     return Score(accuracy=math.nan, reward=math.nan, parts={}, metrics={}, prediction="", failure=failure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Holds all n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
+    """All n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
     `dapo.batch`."""
 
     draw: Draw
@@ -179,42 +168,38 @@ class Group:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Counts the sampled tokens of each response."""
         return tuple(response.num_sampled for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
-        """Counts the generated tokens of the group."""
         return sum(self.lengths)
 
     @property
     def accuracies(self) -> list[float]:
-        """Returns the accuracies of the scorable responses."""
+        """Accuracies of the scorable responses."""
         return [score.accuracy for score in self.scores if not math.isnan(score.accuracy)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Holds a group that was cut off, or was no longer wanted when its responses had ended. Made by
-    `dapo.sampling.stream`. lengths: tokens of each response, as far as it was generated."""
+    """A group that was aborted, or no longer needed when its responses had ended. Made by `dapo.sampling.stream`.
+    lengths: tokens generated so far of each response."""
 
     lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Counts the generated tokens of the group."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """Holds what a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
+    """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
-    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order. fates: how
-    each of them ends, "trained" or why it is dropped. outcomes: what each is to the run's filter, "mixed" or why not.
-    returned: draws in flight or finished that go back to the stream, which ends those that still run; why_returned: the
-    one reason.
-    unfinished: those of them whose responses were not all there. lost: groups of returned draws, as far as they were
+    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order. fates: of
+    each of them, "trained" or why it is dropped. outcomes: of each for the run's filter, "mixed" or why not. returned:
+    draws, running or finished, that are returned to the stream, which aborts those still running; why_returned: the
+    reason for all. unfinished: returned draws with missing responses. lost: groups of returned draws, as far as
     generated; the stream adds the unfinished ones. lost_tokens: of all returned draws.
     """
 
@@ -231,11 +216,11 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSequence:
-    """Holds one prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
+    """One prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
 
-    token_ids: [P + R]. token_mask: [R], true at the S response tokens that the policy sampled; None: at all, S = R.
-    The others are read and never predicted: there is nothing else about them here. rollout_logprobs: [S]. advantage:
-    one number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
+    token_ids: [P + R]. token_mask: [R], true at the S response tokens that the policy sampled; None: all, S = R. The
+    others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
+    number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
     (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
     update starts from.
     """
@@ -250,18 +235,16 @@ class TrainSequence:
 
     @property
     def shared_prompt(self) -> Int32Array:
-        """Returns what need be computed only once for all responses to a prompt: its tokens but the last, [P - 1], from
-        which the first token of each response is predicted."""
+        """Prompt tokens but the last, [P - 1], computed once for all responses to a prompt. The last one predicts the
+        first token of each response."""
         return self.token_ids[: self.num_prompt_tokens - 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """Holds what one call of `actors.update` trains on. Made by `dapo.batch`, consumed by `workers.actor`.
-
-    version: the policy version that the update starts from. minibatches: one optimizer step each time they are taken.
-    order: the mini-batch of each optimizer step; `actor.ppo_epochs` times all of them.
-    """
+    """Input of one `actors.update`. Made by `dapo.batch`, consumed by `workers.actor`. version: the policy version that
+    the update starts from. minibatches: each use is one optimizer step. order: the mini-batch of each optimizer step;
+    each appears `actor.ppo_epochs` times."""
 
     version: int
     minibatches: tuple[tuple[TrainSequence, ...], ...]

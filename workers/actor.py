@@ -1,7 +1,5 @@
-"""Trains the policy on FSDP2 ranks; the driver-side pool speaks for all of them.
-
-In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
-"""
+"""Trains the policy on FSDP2 ranks, with a driver-side pool that calls them all. Takes `TrainBatch`es with advantages
+and token weights; produces metrics, checkpoints, and full weights for the engines."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,34 +36,29 @@ from workers.training.work import MicroBatches, RankWork, equal_at, known_shape,
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
-COLLECTIVE_S = 600.0  # one of an update's many: no rank lets the others wait as long, if not for good
+COLLECTIVE_S = 600.0  # longest timeout of one collective: a rank that is later will hardly ever arrive
 
 
 class ActorWorker:
-    """Runs one FSDP rank, a Ray actor. Every method but the first three and `close_weights` is a collective over all.
-
-    It knows the policy version that its weights are of, and whether they are of one at all.
-    """
+    """One FSDP rank, a Ray actor. Every method except `process`, `read_file`, `free_address` and `close_weights` is a
+    collective over all ranks. It tracks the policy version of its weights, and whether they are consistent."""
 
     def __init__(self, cfg: Config, device: str, own_loss: Source | None = None) -> None:
         self._cfg, self._device, self._own_loss = cfg, device, own_loss
 
     def process(self) -> RankProcess:
-        """Returns which process this is."""
         return own_process()
 
     def read_file(self, path: str) -> tuple[str, str]:
-        """Returns this node's address, and the text in a file or why it cannot be read."""
+        """Returns this node's address, and the file's text or why it cannot be read."""
         return read_file(path)
 
     def free_address(self) -> tuple[str, int]:
-        """Returns an address of this node and a free port on it, for the process group."""
         return free_address()
 
     def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        """Joins the process group, load and shard the model, build the optimizer."""
         check_allocator(self._cfg, self._device)
-        if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray gives a process with a GPU one thread
+        if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray sets one thread for a process with a GPU
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank, limit_s = rank, min(self._cfg.actor.timeout_s, COLLECTIVE_S)
         mesh.join(
@@ -74,7 +67,6 @@ class ActorWorker:
         self._build()
 
     def _build(self) -> None:
-        """Makes of the ranks that have joined what the configuration says."""
         cfg = self._cfg
         self._mesh = mesh.arrange(
             self._device,
@@ -95,10 +87,8 @@ class ActorWorker:
         self._senders: dict[str, WeightSender] = {}  # by transport
 
     def update(self, work: RankWork) -> Updated:
-        """Trains on this rank's share, and is then of the next policy version; the metrics are those of all ranks.
-
-        Raises Unanimous with nothing changed; anything else leaves no state that could be saved.
-        """
+        """Trains on this rank's share, which advances the policy version by one. Metrics are over all ranks. Raises
+        Unanimous with nothing changed; after any other error the state must not be saved."""
         fault_point("actor.update")
         self._standing.check("an update", work.version)
         what = f"the update from policy version {work.version}"
@@ -112,7 +102,7 @@ class ActorWorker:
             return replace(updated, use=end_use(self._device))
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
-        """Returns [R] of every sequence by the policy or the reference policy, in the order of the micro-batches."""
+        """Returns [R] for every sequence, by the policy or the reference policy, in the order of the micro-batches."""
         if reference and not self._has_reference:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
@@ -122,7 +112,7 @@ class ActorWorker:
             self._release()
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
-        """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
+        """Returns the number of buckets of a weight sync, and this rank's endpoint of the transport if it has one."""
         sender = self._senders[transport] = self._senders.get(transport) or WeightSender(
             lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
             fsdp.full_shapes(self._policy.model),
@@ -135,47 +125,43 @@ class ActorWorker:
         return sender.num_buckets, endpoint
 
     def join_weights(self, transport: str, num_receivers: int) -> None:
-        """Meets the engines' processes; returns when all have come."""
         self._senders[transport].join(num_receivers)
 
     def gather_bucket(self, transport: str, index: int) -> Bucket | None:
-        """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
+        """Starts sending the next bucket of weights to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
         self._standing.check("a weight sync")
         sender = self._senders[transport]
         bucket = sender.gather(index)
-        # A GPU does not give memory back before a broadcast has ended, which engines take when this has returned.
+        # GPU memory is freed only after the broadcast, which engines receive after this returns.
         if index + 1 == sender.num_buckets and transport == LENT_TRANSPORT:
             self._release()
         return bucket
 
     def close_weights(self, transport: str) -> None:
-        """Lets go of the engines, beside what this rank does: a broadcast that it hangs in ends."""
+        """Disconnects from the engines, concurrently with other calls; ends a broadcast that this rank is stuck in."""
         if sender := self._senders.get(transport):
             sender.close()
 
     def save(self, directory: str, version: int) -> None:
-        """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
-
-        Raises:
-            Unanimous: the weights are not those of policy `version`, or some rank could not write.
-            RuntimeError: copies of the parameters (HSDP) have drifted apart.
-        """
+        """Writes model and optimizer into `directory`. The actors have no other state and draw no random numbers.
+        Raises Unanimous if the weights are not those of policy `version` or a rank could not write, RuntimeError if
+        replicas of the parameters (HSDP) differ."""
         fault_point("actor.save")
         self._standing.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._updater.scale, self._mesh, directory)
 
     def stage(self, version: int, *, export: bool) -> None:
-        """Copies to host memory what `save` and, where it is wanted, `export_hf` write; raises as `save` does."""
+        """Copies to host memory what `save` and, with `export`, `export_hf` write; raises as `save` does."""
         fault_point("actor.save")
         self._standing.check("a checkpoint", version)
         scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
-        self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
+        self._staged: state.Snapshot | None = None  # frees the memory of an abandoned snapshot first
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
         self._release()
 
     def write_staged(self, directory: str, export: str) -> None:
-        """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
+        """Writes what `stage` copied, in a separate thread. Raises Unanimous if a rank could not write."""
         fault_point("actor.write")
         give_way()
         snapshot, self._staged = self._staged, None
@@ -183,7 +169,7 @@ class ActorWorker:
         state.write_snapshot(snapshot, self._policy, self._mesh, self._cfg.model, directory, export)
 
     def load(self, directory: str, version: int) -> None:
-        """Reads what `save` wrote, on this or another number of ranks, and is then of policy `version`."""
+        """Reads what `save` wrote, on any number of ranks, and sets the policy version."""
         with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
             self._optimizer.zero_grad()  # of an update that failed
             self._updater.scale.forget()
@@ -201,20 +187,18 @@ class ActorWorker:
 
 
 class ActorPool(Checkpoints, Sending):
-    """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it.
-
-    Every method raises RemoteError where all ranks raised alike, with nothing changed and able to go on; and ActorsLost
-    where a rank died, kept silent, or failed in another way than the others, from when on nothing but `restart` works.
-    """
+    """Calls all FSDP ranks as one; each call has a configured deadline. Every method raises RemoteError if all ranks
+    raised alike; then nothing has changed and work can go on. It raises ActorsLost if a rank died, did not answer, or
+    failed differently from the others; then only `restart` works."""
 
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.placement.Placement`)."""
-        # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
+        """place: returns Ray options of each rank, called at every start (`workers.placement.Placement`)."""
+        # Ray's types lack concurrency groups. Methods outside the groups still run one by one, in call order.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
-        own = source_of(cfg, "algorithm.policy_loss")  # its text: the ranks' nodes need not have the file
+        own = source_of(cfg, "algorithm.policy_loss")  # as source text: the ranks' nodes need not have the file
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
         self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
-        self.before_restart: Callable[[], Awaitable[None]] | None = None  # leaves the GPUs to new ranks
+        self.before_restart: Callable[[], Awaitable[None]] | None = None  # frees the GPUs for new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
         self._bounds = (
@@ -225,12 +209,11 @@ class ActorPool(Checkpoints, Sending):
         )
 
     async def find(self) -> None:
-        """Waits for the ranks' processes, and where they are."""
         await self._ranks.find_processes(self._cfg.actor.start_timeout_s, "actor.start_timeout_s")
 
     async def start(self) -> None:
-        """Loads the model on all ranks, which are then at policy version 0. Where they are lost meanwhile they start
-        again, `actor.max_restarts` times."""
+        """Loads the model on all ranks, at policy version 0. Restarts ranks that are lost meanwhile, up to
+        `actor.max_restarts` times."""
         restarts = Restarts(self._cfg.actor.max_restarts)
         while True:
             try:
@@ -251,25 +234,22 @@ class ActorPool(Checkpoints, Sending):
         await self._ranks.call(start, timeout_s, what, key, separable=True)
 
     def restarts(self) -> dict[str, float]:
-        """Returns how many times all ranks were replaced so far, as a metric."""
         return {"perf/restarted_actors": float(self._ranks.restarts)}
 
     async def restart(self) -> None:
-        """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at version 0."""
+        """Kills all ranks and starts new ones at version 0, on another node if a node was lost."""
         if self.before_restart is not None:
             await self.before_restart()
         await self._ranks.restart("actor.start_timeout_s")
         await self._load()
 
     async def until_lost(self) -> str:
-        """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
+        """Waits until the ranks are lost and returns why. Detects this also while no call runs."""
         return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
 
     async def update(self, batch: TrainBatch) -> Updated:
         """Trains on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps.
-
-        Raises BatchRefused where it would be refused again. Whoever cancels the wait loses the actors.
-        """
+        Raises BatchRefused if a retry would fail again. Cancelling the wait loses the actors."""
         works = [ray.put(work) for work in split_batch(batch, *self._bounds)]
         what = f"the update from policy version {batch.version}"
         began = time.monotonic()
@@ -292,11 +272,11 @@ class ActorPool(Checkpoints, Sending):
         return replace(updated[0], metrics=updated[0].metrics | metrics)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
+        """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=True)
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
+        """Returns the policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=False)
 
     async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
@@ -311,5 +291,5 @@ class ActorPool(Checkpoints, Sending):
         return in_order(results[:: self._sequence_parallel])
 
     def close(self) -> None:
-        """Kills the ranks; they hold nothing that is not on disk or on the driver."""
+        """Kills the ranks; their state is on disk or on the driver."""
         self._ranks.kill()

@@ -1,7 +1,4 @@
-"""Estimates how many responses the engines run at once: bounded by their sequences and by their KV cache.
-
-In: what each engine said at its start, and the lengths of the responses that end. Out: a number of responses.
-"""
+"""Estimates how many responses the engines run at once, limited by their sequence slots and by their KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSize:
-    """Holds the size of one engine. sequences: that it runs at once. kv_tokens: that its cache holds; 0 = not known.
-    window: longest context, in tokens. cache_bytes: that vLLM measured room for on each of its GPUs; 0 = it did not."""
+    """Size of one engine. sequences: that it runs at once. kv_tokens: capacity of its KV cache; 0 = unknown. window:
+    longest context, in tokens. cache_bytes: measured KV cache size on each GPU; 0 = not measured."""
 
     sequences: int
     kv_tokens: int
@@ -19,34 +16,33 @@ class EngineSize:
 
 
 class FleetCapacity:
-    """Estimates with responses that grow from P to P + L tokens: each holds P + L / 2 of them in the mean, for a time
-    that goes with L. The mean over running responses is therefore weighted by L; older responses fade, because lengths
-    drift in training.
-    """
+    """Estimates from finished responses. A response of L tokens to a prompt of P holds P + L / 2 tokens on average, for
+    a time proportional to L, so the mean over running responses is weighted by L. Old responses decay, because lengths
+    drift in training."""
 
-    KEEP = 0.999  # weight of what was observed before, at each response
+    KEEP = 0.999  # decay of earlier observations per response
 
     def __init__(self, engines: Sequence[EngineSize]) -> None:
         self._engines = tuple(engines)
-        # Before the first response ended: all of them fill the window.
+        # Before the first response has ended, assume that responses fill the window.
         window = max((engine.window for engine in engines), default=0)
         self._time, self._area = float(window), window * window / 2
         self._count = self._seconds = 0.0
 
     def observe(self, prompt: int, response: int, seconds: float = 0.0) -> None:
-        """Records the lengths, in tokens, of a response that ended, and the seconds that its engine had it."""
+        """Records the lengths in tokens of a finished response, and its seconds on its engine."""
         self._time = self.KEEP * self._time + response
         self._area = self.KEEP * self._area + response * (prompt + response / 2)
         self._count, self._seconds = self.KEEP * self._count + 1, self.KEEP * self._seconds + seconds
 
     @property
     def response_s(self) -> float:
-        """Returns the mean seconds that an engine has a response; 0 before the first has ended."""
+        """Mean seconds of a response on its engine; 0 before the first has ended."""
         return self._seconds / self._count if self._count else 0.0
 
     @property
     def responses(self) -> int:
-        """Counts the responses that all engines together run at once; at least one each."""
+        """Number of responses that all engines together run at once; at least one per engine."""
         return sum(self._of(engine) for engine in self._engines)
 
     def _of(self, engine: EngineSize) -> int:

@@ -1,7 +1,4 @@
-"""Joins or starts a Ray cluster, and sees what it has.
-
-In: the address. Out: a process that can start workers there; nodes with their GPUs.
-"""
+"""Joins or starts a Ray cluster, and lists its nodes."""
 
 import asyncio
 import logging
@@ -30,18 +27,15 @@ OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no 
 FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
 KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
-_own = ExitStack()  # what a cluster of our own has changed in this process
-_left = _ended = threading.Event()  # leaving it begins; it has ended
+_own = ExitStack()  # undoes what our own cluster changed in this process
+_left = _ended = threading.Event()  # leaving has begun; the cluster has ended
 
 
 def connect(address: str, *, worker_logs: bool) -> None:
-    """Joins the cluster at `address` (`auto`, host:port), or starts one on this machine, and for it alone, where it is
-    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it. A signal ends the wait.
-
-    Raises:
-        ValueError: the address is of Ray's client (`ray://`) or job server; a run is a process of a node.
-        OSError: nothing is there, or it does not answer.
-    """
+    """Joins the cluster at `address` (`auto`, host:port). Starts a private one on this machine if `address` is `local`,
+    or if neither it nor RAY_ADDRESS is set. `leave` ends it. A signal interrupts the wait. Raises ValueError if the
+    address is of Ray's client (`ray://`) or job server, because a run must be a process on a node; OSError if nothing
+    listens there or it does not answer."""
     global _left, _ended
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -56,7 +50,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
         _own.enter_context(own_token())
     else:
         target = _found(target)
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that is not the main one
+    logging.getLogger("ray").setLevel(logging.ERROR)  # suppresses its warning about a non-main thread
 
     def join() -> None:
         ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
@@ -76,7 +70,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
 
 
 def _asking(head: str, *nodes: NodeID) -> Callable[[], list[bool] | None]:
-    """Returns what asks the head, HOST:PORT, which of the nodes it holds for alive: None after `ASK_S` without an
+    """Returns a function that asks the head (HOST:PORT) which nodes are alive; it returns None after `ASK_S` of no
     answer."""
     clients: list[GcsClient] = []
 
@@ -93,8 +87,8 @@ def _asking(head: str, *nodes: NodeID) -> Callable[[], list[bool] | None]:
 
 
 def leave() -> None:
-    """Leaves the cluster, or ends the one that `connect` has started. Where Ray does not let go in time, or a signal
-    comes, the program goes on without it, and ends its processes as it ends itself."""
+    """Leaves the cluster, or ends the one that `connect` has started. If Ray does not shut down in time, or a signal
+    arrives, the program continues, and its exit ends the remaining processes."""
     _left.set()
     try:
         within(LEAVE_S, ray.shutdown, "Ray's end")
@@ -109,7 +103,8 @@ def leave() -> None:
 
 
 def _found(target: str) -> str:
-    """Returns HOST:PORT of the head. Raises OSError where none is or answers, which Ray would try for minutes."""
+    """Returns HOST:PORT of the head. Raises OSError if there is none or it does not answer; Ray itself would retry for
+    minutes."""
     if target == "auto":
         return canonicalize_bootstrap_address("auto") or target
     remedy = "start Ray there, give HOST:PORT of the head, or `trainer.ray_address=local`"
@@ -123,7 +118,7 @@ def _found(target: str) -> str:
         raise ConnectionError(
             f"what listens at {target} ({KEY}) has not answered as Ray's head does for {FIND_S:g} s; {remedy}"
         ) from None
-    except Exception:  # it answers, and what it refuses `ray.init` explains
+    except Exception:  # it answers; `ray.init` explains a refusal
         pass
     return target
 
@@ -142,24 +137,20 @@ def _target(address: str) -> str:
 
 
 def head(address: str) -> tuple[str, float, Callable[[], bool]]:
-    """Returns where Ray's head process takes connections, HOST:PORT, for how many seconds it may take none, and what
-    asks it: False after `ASK_S` without an answer.
-
-    Nobody starts that of a cluster of our own again. address: as in `connect`, which comes first.
-    """
+    """Returns HOST:PORT of Ray's head process, the seconds it may be unreachable, and a check of it, which returns
+    False after `ASK_S` without an answer. The head of a cluster that `connect` started is never restarted. address: as
+    in `connect`, which must be called first."""
     place: str = ray.get_runtime_context().gcs_address
     ask = _asking(place)
     return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, lambda: ask() is not None
 
 
 def _object_store_bytes() -> int:
-    """Returns a fifth of the memory of the machine, or of the container, at most 8 GiB: the steps of a run on one
-    machine fit many times over."""
+    """Returns a fifth of the memory of the machine or container, at most 8 GiB. A single-machine run needs far less."""
     return min(get_system_memory() // 5, 8 * GIB)
 
 
 def nodes() -> list[Node]:
-    """Returns the nodes that are alive, with what nobody holds of them."""
     free = available_resources_per_node()
     found = []
     for each in ray.nodes():

@@ -1,8 +1,5 @@
-"""Starts judges of the run's own, each a vLLM server in a Ray actor, and keeps them up.
-
-In: `reward.judge.engine`. Out: where they serve, for the reward workers, which ask them over HTTP. A server that ends
-or stands still is started again in its place; an actor that is lost with its node is replaced.
-"""
+"""Runs self-hosted judges, each a vLLM server in a Ray actor. Reward workers call them over HTTP. A server that ends or
+hangs is restarted by its actor; an actor that is lost with its node is replaced."""
 
 import asyncio
 import json
@@ -20,13 +17,13 @@ from dapo.report.watchdog import Member, waiting
 from workers.judging.server import Server
 from workers.remote import RemoteError, wait
 
-POLL_S, GRACE_S = 5.0, 120.0  # an actor tells of changes at once, and every POLL_S that it lives
+POLL_S, GRACE_S = 5.0, 120.0  # an actor reports changes at once, and at least every POLL_S
 KEY, START_KEY = "reward.judge.engine", "rollout.start_timeout_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """Says how a server does; fields as of `workers.judging.server.Server`. Made by `JudgeWorker`."""
+    """State of a server; fields as in `workers.judging.server.Server`. Made by `JudgeWorker`."""
 
     url: str
     key: str
@@ -37,10 +34,10 @@ class State:
 
 
 class JudgeWorker:
-    """Holds one server; `start` comes first, because Ray hides a constructor's error."""
+    """Runs one server; call `start` first (not a constructor, because Ray hides a constructor's error)."""
 
     async def start(self, arguments: Sequence[str], config: JudgeEngineConfig, timeout_s: float) -> State:
-        """Waits until the server answers; it is kept up from then on. Raises RuntimeError, with the reason."""
+        """Waits until the server answers; it is supervised from then on. Raises RuntimeError with the reason."""
         host = ray.util.get_node_ip_address()
         self._server = Server(arguments, host, silence_s=config.silence_s, max_restarts=config.max_restarts)
         await self._server.start(timeout_s)
@@ -48,8 +45,8 @@ class JudgeWorker:
         return self._state()
 
     async def next_state(self) -> State:
-        """Returns how it does, as soon as that changes and after `POLL_S` at the latest. Raises RuntimeError where
-        nobody looks after the server any more."""
+        """Returns the state when it changes, after `POLL_S` at the latest. Raises RuntimeError if the supervision
+        failed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.changed.wait(), POLL_S)
         self._server.changed.clear()
@@ -64,8 +61,8 @@ class JudgeWorker:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Place:
-    """Holds an actor. before: restarts that its predecessors had, and that it is itself one. given_up: no other comes
-    in its place."""
+    """The slot of a judge actor. before: restarts of earlier actors in this slot, and their replacements. given_up: it
+    is not replaced any more."""
 
     index: int
     handle: Any
@@ -76,7 +73,7 @@ class _Place:
 
 
 class JudgePool:
-    """Holds all judges. failure: why no judge is left, "" while one is."""
+    """All judges. failure: why no judge is left, or ""."""
 
     def __init__(
         self,
@@ -86,7 +83,7 @@ class JudgePool:
         device: str,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Makes the actors. options: Ray options of each; they and device, `cpu` or `cuda`, are from
+        """Creates the actors. options: Ray options of each. options and device, `cpu` or `cuda`, are from
         `workers.placement`."""
         self.failure = ""
         self._config, self._options, self._warn = config, options, warn
@@ -97,15 +94,14 @@ class JudgePool:
             for index in range(len(options))
         ]
         self._watches: list[asyncio.Task[None]] = []
-        self._news = asyncio.Event()  # another one after each
+        self._news = asyncio.Event()  # set and replaced at each change
 
     @property
     def restarts(self) -> int:
-        """Counts the restarts of servers and actors."""
         return sum(place.before + (place.state.restarts if place.state else 0) for place in self._places)
 
     def servers(self) -> list[dict[str, str]]:
-        """Returns address and key of each judge that serves, and the number of its start."""
+        """Returns `url`, `key` and start number of each serving judge."""
         return [
             {"url": place.state.url, "key": place.state.key, "start": str(place.before + place.state.restarts)}
             for place in self._places
@@ -113,8 +109,7 @@ class JudgePool:
         ]
 
     async def there(self) -> list[dict[str, str]]:
-        """Returns `servers` as soon as one serves, which takes a start where all are lost; none where none comes any
-        more."""
+        """Waits until a judge serves and returns `servers`; empty if none ever will."""
         if not self.servers() and not self.failure:
             with waiting("a judge to serve", each="responses"):
                 while not self.servers() and not self.failure:
@@ -122,8 +117,8 @@ class JudgePool:
         return self.servers()
 
     async def heard(self) -> None:
-        """Returns as soon as each of those that serve has answered a request of its own since, or is lost: one that
-        stands still is found to within `silence_s`."""
+        """Waits until each serving judge has answered a new probe, or is lost. A hanging judge is detected within
+        `silence_s`."""
 
         def shown(place: _Place) -> tuple[int, ...]:
             now = place.state
@@ -135,13 +130,13 @@ class JudgePool:
                 await self._news.wait()
 
     async def start(self, timeout_s: float) -> None:
-        """Waits until all of them serve; timeout_s is also for each start later. Raises RemoteError."""
+        """Waits until all serve. timeout_s: also for each later start. Raises RemoteError."""
         self._timeout_s = timeout_s
         await asyncio.gather(*[self._start(place) for place in self._places])
         self._watches = [asyncio.create_task(self._watch(place)) for place in self._places]
 
     def stop(self) -> None:
-        """Ends all actors, and their servers with them; who waits for a judge gets none."""
+        """Kills all actors with their servers; pending calls of `there` return an empty list."""
         self.failure = self.failure or "the judges are stopped"
         self._tell()
         for watch in self._watches:
@@ -171,7 +166,6 @@ class JudgePool:
         self._note(place, state)
 
     async def _watch(self, place: _Place) -> None:
-        """Follows a judge until it is given up; puts another actor in the place of one that is lost."""
         while place.state is None or not place.state.failure:
             try:
                 await self._follow(place)
@@ -189,8 +183,8 @@ class JudgePool:
             self._warn(f"judge {place.index} is lost, and its server is started again (restart {now.restarts})")
 
     async def _replace(self, place: _Place, why: str) -> str:
-        """Returns "" as soon as another actor serves in its place, and why none does where none may be tried any more.
-        why: it was lost."""
+        """Returns "" once another actor serves in this slot, or the reason if the restart limit is reached. why: reason
+        of the loss."""
         place.before += place.state.restarts if place.state else 0
         self._note(place, None)
         while not place.limit.spent():
@@ -218,7 +212,7 @@ class JudgePool:
 
 
 def server_arguments(config: JudgeEngineConfig, device: str) -> list[str]:
-    """Returns the arguments of vLLM's server: the needs of a CPU engine, and `reward.judge.engine.vllm` above them."""
+    """Returns the arguments of vLLM's server. `reward.judge.engine.vllm` overrides those of a CPU engine."""
     given: Mapping[str, Any] = config.vllm
     own: dict[str, Any] = {"load_format": "safetensors", "trust_remote_code": config.trust_remote_code}
     if device == "cpu":

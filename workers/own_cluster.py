@@ -1,9 +1,6 @@
-"""Keeps a Ray cluster that this process starts to this machine and to this run: loopback, a token of its own, files
-that nobody else reads.
-
-In: nothing. Out: the environment that Ray and its processes see while the cluster lives. The token is in the
-environment alone, which only the same user reads: no file, no command line, no `runtime_env`.
-"""
+"""Restricts a Ray cluster that this process starts to this machine and this run: loopback only, its own token, and
+private files. The token is only in the environment, which only the same user can read: not in a file, command line or
+`runtime_env`."""
 
 import os
 import secrets
@@ -20,14 +17,15 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "lo"
-LONGEST = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")  # of Linux for a socket
+LONGEST = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")  # Linux's limit for sockets
 
 
 def session_folder() -> str:
-    """Returns where Ray may put its sessions: in a folder of this user's, for Ray lets everyone write to its own. In
-    RAY_TMPDIR; else in TMPDIR, or in /tmp where that name is too long.
+    """Returns a folder for Ray's sessions inside a folder private to this user, because Ray makes its own
+    world-writable. It is in RAY_TMPDIR, else in TMPDIR, or in /tmp if that path is too long.
 
-    Raises ValueError for a RAY_TMPDIR that is too long, and for a folder of somebody else's."""
+    Raises ValueError for a RAY_TMPDIR that is too long, and for a folder that belongs to another user.
+    """
     name = f"dapo-{os.getuid()}"
     place = Path(get_default_system_temp_dir())
     if (length := len(os.fsencode(place / name / "ray"))) > LONGEST:
@@ -50,36 +48,36 @@ def session_folder() -> str:
 
 
 def makes_token() -> bool:
-    """Returns whether a cluster of our own gets a token of its own: not where the user has one, or wants none."""
+    """Whether a cluster that we start gets its own token: not if the user has set one, or disabled tokens."""
     named = os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH)
     return not named and os.environ.get(MODE, "token") == "token"
 
 
 @contextmanager
 def own_token() -> Iterator[None]:
-    """Gives the cluster that is started in the block, and lives in it, a token; afterwards environment and Ray are as
-    they were."""
+    """Gives the cluster started in the block a token. The cluster must end in the block, after which environment and
+    Ray are restored."""
     before = {name: os.environ.get(name) for name in (MODE, TOKEN)}
     if makes_token():
-        os.environ.pop(MODE, None)  # Ray sets it itself when it finds none, and only then looks again
+        os.environ.pop(MODE, None)  # Ray sets it itself if unset, and only then looks again
         os.environ[TOKEN] = secrets.token_hex(32)
-    AuthenticationTokenLoader.instance().reset_cache()  # of a cluster that this process has joined before
+    AuthenticationTokenLoader.instance().reset_cache()  # drops the token of a cluster that this process joined before
     try:
         yield
     finally:
         _put_back(before)
-        Config.initialize("")  # first: a thread of Ray's that still ends must not look for a token that is gone
+        Config.initialize("")  # first, because a Ray thread that is still ending must not look for a removed token
         AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Has `ray.init` in the block start a cluster that listens on loopback alone, and whose processes do."""
+    """Makes `ray.init` in the block start a cluster whose processes listen only on loopback."""
     before = {name: os.environ.get(name) for name in INTERFACES}
     for name in INTERFACES:
         os.environ.setdefault(name, LOOPBACK)
-    # Ray's own switch for it (its default on macOS and Windows) is an environment variable that counts when Ray is
-    # imported. `ray.init` replaces an address of loopback that it is given by the machine's.
+    # Ray's own switch for this (its default on macOS and Windows) is an environment variable that is read when Ray is
+    # imported. `ray.init` would replace a loopback address by the machine's.
     clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
@@ -90,8 +88,8 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def deaf_to_hangups() -> Iterator[None]:
-    """Has processes that are started in the block, and theirs, hear nothing of a terminal that closes: the driver does,
-    and ends them when it has saved."""
+    """Blocks SIGHUP for child processes started in the block, and for their children. The driver handles a closing
+    terminal itself, and ends them when it has saved."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

@@ -1,8 +1,5 @@
-"""Decides where each role runs, and again where ranks lost their node.
-
-In: the configuration and a joined cluster. Out: Ray options for every engine, actor rank and reward worker; before them
-lines that say what was asked, what is there and what fits, or an error with the same for the pool that does not.
-"""
+"""Decides where each role runs: Ray options for every engine, actor rank and reward worker. Places ranks again if they
+lose their node. Before placing, logs what is requested, available and fitting, or raises an error with the same."""
 
 import math
 import os
@@ -35,18 +32,15 @@ from workers.placing.asked import (
 from workers.placing.fit import in_order, lines, placed, problems
 from workers.placing.joining import POLL_S, nodes_with_room
 
-COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
-PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
+COLOCATED_SHARE = 0.5  # of a GPU, in Ray's accounting, for each role; gpu_memory_utilization divides the memory
+PLACED_S = 10.0  # within which Ray places bundles of a lost node again if there is room
 
 
 def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
-    """Returns the bundles of each placement group of a pool, by its name: one group per engine, one per judge, one of
-    all actor ranks, one of all copies of the reward model.
-
-    A bundle lies on one node: that of the ranks holds all that share a sequence or an engine. Where the GPUs' memory is
-    divided, it is one GPU, or Ray would give halves of one to two engines, and of another to two ranks; engine i shares
-    bundle i.
-    """
+    """Returns the bundles of each placement group of a pool, by group name: one group per engine, one per judge, one
+    for all actor ranks, one for all copies of the reward model. A bundle lies on one node. A bundle of ranks holds all
+    that share a sequence or an engine. With `colocate: memory` bundle i is one GPU, shared with engine i; otherwise Ray
+    could give halves of one GPU to two engines, and of another to two ranks."""
     whole: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
     if pool.name == ENGINES:
         return {_engine(number): [whole] for number in range(pool.count)}
@@ -68,11 +62,9 @@ def _judge(number: int) -> str:
 
 
 class Placement:
-    """Holds Ray options for each role: GPUs by placement groups on CUDA, thread counts on CPU.
-
-    Ray finds the bundles of a node that is gone another place by itself, those of one group all or none, as soon as
-    there is room. Groups of their own keep an engine that finds none from holding up the ranks.
-    """
+    """Ray options for each role: GPUs through placement groups on CUDA, thread counts on CPU. After a node loss Ray
+    places the bundles of a group again by itself, all or none, once there is room. Each engine has its own group, so
+    that one without room does not block the ranks."""
 
     def __init__(
         self,
@@ -83,13 +75,10 @@ class Placement:
         say: Callable[[str], None] = lambda line: None,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Waits until every role has a place. say: told what is asked, there, and fits; warn: what is waited for, now
-        or later, when a node is gone. given_up: asked while it waits; then it waits no longer.
-
-        Raises:
-            ValueError: the cluster is too small, or no node has a pool's labels, also after `trainer.nodes_timeout_s`.
-            RuntimeError: there was no place within `actor.start_timeout_s`.
-        """
+        """Waits until every role has a place. say: logs what is requested, available and fitting. warn: logs waits, now
+        or after a node loss. given_up: returns whether to stop waiting. Raises ValueError if, also after
+        `trainer.nodes_timeout_s`, the cluster is too small or no node has a pool's labels; RuntimeError without a place
+        within `actor.start_timeout_s`."""
         self._cfg = cfg
         self._device = device
         self._warn = warn
@@ -118,17 +107,17 @@ class Placement:
         self._bundles_of_ranks()
 
     def _reserve(self, pool: Pool) -> None:
-        """Makes the pool's placement groups; on CPUs there are none."""
         for name, bundles in _bundles(self._cfg, pool).items() if pool.gpus else ():
             labels = [dict(pool.labels)] * len(bundles) if pool.labels else None
             self._groups[name] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
 
     def give_up(self) -> None:
-        """Ends every wait for a place, also one in another thread: nothing is to start any more."""
+        """Ends every wait for a place, also one in another thread, when nothing is to start any more."""
         self._given_up = lambda: True
 
     def _found(self, group: PlacementGroup, until: float) -> bool:
-        """Waits for a group's place; False where it has none by `until` (`time.monotonic()`), or that is given up."""
+        """Waits for a group's placement; False if it has none by `until` (`time.monotonic()`), or the wait is
+        cancelled."""
         found = False
         while not found and (left := until - time.monotonic()) > 0 and not self._given_up():
             found = group.wait(timeout_seconds=min(POLL_S, left))
@@ -149,7 +138,7 @@ class Placement:
                 )
 
     def rollout(self) -> list[dict[str, Any]]:
-        """Returns one entry per engine: those with GPUs of their own, then those on the ranks'."""
+        """Returns one entry per engine: those with their own GPUs, then those on the ranks' GPUs."""
         env = vllm_environment(self._device, self._cfg.rollout.cpu_threads)
         count, labels = self._cfg.rollout.num_engines, self._cfg.rollout.node_labels
         gpus = gpus_per_engine(self._cfg.rollout.vllm)
@@ -165,17 +154,16 @@ class Placement:
 
     @property
     def _share(self) -> float:
-        """Returns how much of its GPU Ray gives to a rank: all of it where an engine takes turns with it, to which Ray
-        then gives none (`ranks_of_engine`)."""
+        """Share of its GPU that Ray assigns to a rank. An engine that takes turns with it gets none from Ray
+        (`ranks_of_engine`)."""
         return COLOCATED_SHARE if self._cfg.trainer.colocate == "memory" else 1.0
 
     @property
     def _per_bundle(self) -> int:
-        """Counts the ranks of a bundle."""
         return 1 if self._cfg.trainer.colocate == "memory" else ranks_of_a_piece(self._cfg)
 
     def ranks_of_engine(self, number: int) -> list[int]:
-        """Returns the ranks whose GPUs an engine has in its turn; none on CPUs, or where it has GPUs of its own."""
+        """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""
         place = number - self._cfg.rollout.num_engines if lends(self._cfg) else number
         if self._device == "cpu" or not takes_turns(self._cfg) or place < 0:
             return []
@@ -184,17 +172,14 @@ class Placement:
         return [rank for rank, of in enumerate(bundles) if of == bundle][first : first + gpus]
 
     def release_engine(self, number: int) -> None:
-        """Gives the GPUs of an engine that is not started again back to the cluster, for whoever lost a node."""
+        """Returns the GPUs of an engine that will not restart to the cluster, for roles that lost a node."""
         if group := self._groups.pop(_engine(number), None):
             remove_placement_group(group)
 
     def actors(self) -> list[dict[str, Any]]:
-        """Returns one entry per FSDP rank: those that share a sequence are on one node, and those of a shard group as
-        far as a node has room. Where a node is gone, waits until the cluster has room for its ranks.
-
-        Raises:
-            RuntimeError: it has none within `actor.start_timeout_s`.
-        """
+        """Returns one entry per FSDP rank. Ranks that share a sequence are on one node; those of a shard group are too,
+        if a node has room. After a node loss waits for room for its ranks. Raises RuntimeError after
+        `actor.start_timeout_s`."""
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env |= _threads(self._cfg.actor.cpu_threads)
@@ -202,7 +187,7 @@ class Placement:
         return [self._options(self._device, RANKS, i, share, env, labels) for i in self._bundles_of_ranks()]
 
     def _bundles_of_ranks(self) -> list[int]:
-        """Returns the bundle of each rank, by what is on which node now."""
+        """Returns the bundle of each rank, for the current nodes of the bundles."""
         size, count = self._cfg.actor.ulysses_sequence_parallel_size, self._cfg.actor.num_workers
         node_of = self._nodes_of_ranks()
         if not node_of:
@@ -244,7 +229,6 @@ class Placement:
         return f"{self._cfg.actor.num_workers * sum(not node for node in places) // len(places)} GPUs"
 
     def reward_model(self) -> list[dict[str, Any]]:
-        """Returns one entry per copy of the reward model."""
         model, device = self._cfg.reward.model, reward_model_device(self._cfg, self._device)
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if device == "cpu":
@@ -253,7 +237,6 @@ class Placement:
         return [self._options(device, REWARD_MODEL, i, model.num_gpus, env, labels) for i in range(model.num_workers)]
 
     def judges(self) -> list[dict[str, Any]]:
-        """Returns one entry per judge of the run's own."""
         engine, device = self._cfg.reward.judge.engine, judge_device(self._cfg, self._device)
         env, gpus = vllm_environment(device, engine.cpu_threads), gpus_per_engine(engine.vllm)
         places = range(engine.num_engines)
@@ -281,7 +264,6 @@ class Placement:
 
 
 def vllm_environment(device: str, threads: int) -> dict[str, str]:
-    """Returns the variables of a process that runs vLLM. threads: on a CPU."""
     env = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -292,7 +274,7 @@ def vllm_environment(device: str, threads: int) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **_threads(threads),
-            "NUMBA_NUM_THREADS": "1",  # vLLM drafts in one, and more of them wait for it by computing
+            "NUMBA_NUM_THREADS": "1",  # vLLM drafts in one thread; others would busy-wait
             "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
             # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -301,7 +283,7 @@ def vllm_environment(device: str, threads: int) -> dict[str, str]:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """Returns the variables of a process that computes with `count` threads, which soon sleep where they wait for one
-    another: those of an engine that evaluates beside an update would else take the cores that the others need, and
-    both stood nearly still (two threads each on two cores). It costs an engine on its own a tenth."""
+    """Returns the variables of a process that computes with `count` threads, with a short spin before idle threads
+    sleep. Spinning threads of an engine that evaluates during an update take the cores that others need: both nearly
+    stood still with two threads each on two cores. It costs an engine on its own a tenth of its speed."""
     return {"OMP_NUM_THREADS": str(count), "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}

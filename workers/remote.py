@@ -1,7 +1,5 @@
-"""Waits for remote results: always with a deadline that says what is waited for, always with a readable error.
-
-The watchdog (`dapo.report.watchdog`) tells of those that take long.
-"""
+"""Waits for remote results, always with a deadline and a readable error. The watchdog (`dapo.report.watchdog`) reports
+long waits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
@@ -16,33 +14,26 @@ FAILURE_GRACE_S = 2.0
 
 
 class RemoteError(RuntimeError):
-    """Says that a remote role failed or kept silent: which and why, without the remote traceback."""
+    """A remote role failed or did not answer. The message says which and why, without the remote traceback."""
 
 
 class WorkerLost(RemoteError):
-    """Says that a worker's process has ended, or stands still: only another one helps."""
+    """A worker's process has ended or hangs, and must be replaced."""
 
 
 async def wait(refs: Sequence[Any], timeout_s: float, what: str | Member, key: str) -> list[Any]:
-    """Returns the results of all refs, in order; the first failure ends the wait at once. what: a `Member` where the
-    same is waited for of several alike.
-
-    Raises:
-        RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`, "": none).
-    """
+    """Returns the results of all refs, in order; the first failure ends the wait at once. what: a `Member` if several
+    similar workers are waited for. Raises RemoteError if a worker raised, died, or did not answer within `timeout_s`
+    (configuration key `key`, "": none)."""
     together = asyncio.gather(*refs)
-    together.add_done_callback(lambda each: each.cancelled() or each.exception())  # whoever waits may be cancelled
+    together.add_done_callback(lambda each: each.cancelled() or each.exception())  # the waiting task may be cancelled
     with _readable_errors(timeout_s, what, key), waiting(what):
         return list(await asyncio.wait_for(together, timeout_s))
 
 
 async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str, key: str) -> AsyncIterator[Any]:
-    """Yields the results of a streaming call one by one; `timeout_s` is for all of them together. The caller tells the
-    watchdog what it is about.
-
-    Raises:
-        RemoteError: as `wait` does.
-    """
+    """Yields the results of a streaming call one by one; `timeout_s` is for all of them together. The caller must
+    report the wait to the watchdog. Raises RemoteError as `wait` does."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with _readable_errors(timeout_s, what, key):
@@ -56,7 +47,6 @@ async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str,
 
 @contextmanager
 def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator[None]:
-    """Turns what can go wrong with a remote call into one readable error."""
     try:
         yield
     except TimeoutError:
@@ -67,22 +57,17 @@ def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator
         kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError
         raise kind(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
     except RayError as error:
-        lost = isinstance(error, RayActorError | ObjectLostError)  # the latter: its node took its answer along
+        lost = isinstance(error, RayActorError | ObjectLostError)  # the latter: its node was lost with its answer
         first_line = str(error).partition("\n")[0]
         kind = WorkerLost if lost else RemoteError
         raise kind(f"while waiting for {what}: {type(error).__name__}: {first_line}") from None
 
 
 async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Returns the results of all, in order. The first that fails ends the wait, though others may hang in a collective.
-
-    One worker's end makes others fail in their collectives, at times before Ray reports the end itself: a failure
-    waits `FAILURE_GRACE_S` for theirs, and the message has all that differ, workers that died first. What still runs
-    is no longer waited for.
-
-    Raises:
-        RemoteError: some failed.
-    """
+    """Returns the results of all, in order. The first failure ends the wait, because others may hang in a collective. A
+    worker's death makes others fail, sometimes before Ray reports the death. So after a failure, waits
+    `FAILURE_GRACE_S` for more, and raises RemoteError with all distinct messages, dead workers first. What still runs
+    is no longer waited for."""
     tasks = [asyncio.ensure_future(one) for one in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

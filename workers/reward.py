@@ -1,9 +1,6 @@
-"""Scores responses in reward workers, which a pool on the driver's side feeds.
-
-In: one response at a time, as it ends. Out: its `Score`: the weighted reward functions, the overlong penalty, and the
-reward model's part where there is one. A failure of the machinery is tried again elsewhere and is then unscorable
-(NaN), never a zero, which would make mixed groups out of nothing; a pool that scores known answers wrong stops the run.
-"""
+"""Scores responses in reward workers, through a driver-side pool: the weighted reward functions, the overlong penalty
+and, if configured, the reward model. A failure of the infrastructure is retried on another worker, then the response is
+unscorable (NaN), never zero, which would create mixed groups. Wrong scores of known answers stop the run."""
 
 import asyncio
 import math
@@ -44,10 +41,10 @@ from workers.scoring.verdict import (
     verdict_of_failure,
 )
 
-BATCHING_S = 0.005  # verdicts that come within this travel together
-RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
-ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
-TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
+BATCHING_S = 0.005  # verdicts within this time are returned together
+RETRIED_FAILURES = ("wall", "crash")  # not caused by the response; retried once on another worker
+ITEMS_PER_CHILD = 64  # at a worker: half of them keep a child busy while a call brings more
+TRIES = 2  # of a response that is lost with its worker; a lost node takes several workers
 FILES_DIFFER = (
     "the files of `reward.functions` differ from node to node or have changed during the run; give all nodes the same "
     "files, and start a new run for new ones"
@@ -55,20 +52,20 @@ FILES_DIFFER = (
 
 
 class RewardWorker:
-    """Scores in child processes of its own; `start` comes first, because Ray hides a constructor's error."""
+    """Scores in child processes; call `start` first (not a constructor, because Ray hides a constructor's error)."""
 
     async def start(
         self, functions: Specs, limits: LimitsConfig, children: int, remote: RemoteConfig, concurrency: int, own: Own
     ) -> dict[str, Any]:
-        """Returns what the fork server says of the functions, with `granted`. own: by entry of `data.sources`. Raises
-        ValueError, CanaryError: see `Children.start`."""
+        """Returns the fork server's description of the functions, with `granted`. own: by entry of `data.sources`.
+        Raises ValueError, CanaryError: see `Children.start`."""
         self._children = Children(functions, limits, children, remote, concurrency, own=own)
         self._respawned_before = 0
         await self._children.start()
         return {**self._children.about, "granted": self._children.granted}
 
     async def score(self, items: list[Item]) -> AsyncIterator[list[tuple[int, Verdict]]]:
-        """Yields the verdicts with the numbers of their items, as they are made. Raises CanaryError."""
+        """Yields verdicts with their item numbers, as they are ready. Raises CanaryError."""
         done: asyncio.Queue[asyncio.Task[Verdict]] = asyncio.Queue()
         numbers = {asyncio.create_task(self._children.score(item)): number for number, item in enumerate(items)}
         for task in numbers:
@@ -82,7 +79,7 @@ class RewardWorker:
             yield [(numbers.pop(task), task.result()) for task in part]
 
     async def check(self) -> tuple[int, int]:
-        """Checks the known answers (see `Children.check`) and returns how many children were replaced since the last
+        """Checks the known answers (see `Children.check`). Returns the number of children replaced since the last
         check, and the resident memory of all processes in bytes."""
         await self._children.check()
         before, self._respawned_before = self._respawned_before, self._children.respawned
@@ -90,7 +87,7 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Holds all reward workers. failures: responses by the kind of failure, over the whole run."""
+    """All reward workers. failures: responses by kind of failure, over the whole run."""
 
     def __init__(
         self,
@@ -103,8 +100,8 @@ class RewardPool:
         judges: Judges | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Creates the workers. options: Ray options of each, from `workers.placement`. max_response_length: tokens.
-        sources: those of `data`, which may have other functions and caps."""
+        """options: Ray options of each worker, from `workers.placement`. max_response_length: tokens. sources: those of
+        `data`, which may have their own functions and length limits."""
         self._cfg = cfg
         self._options = options
         self.fleet = Fleet(
@@ -118,7 +115,7 @@ class RewardPool:
             warn=warn,
         )
         self.failures: Counter[str] = Counter()
-        self._respawned_children = self._resident_bytes = 0  # known at each check
+        self._respawned_children = self._resident_bytes = 0  # updated at each check
         self.unscored, self._unscored_before = Level(), 0.0  # responses without a verdict, and their integral
         self._scoring_s, self._lapped = 0.0, time.monotonic()
         self._digest = ""
@@ -134,32 +131,23 @@ class RewardPool:
         self._metrics = KnownMetrics()
 
     async def start(self, start_timeout_s: float) -> str:
-        """Waits until every worker has scored the known answers; returns a line about what guards the run.
-
-        Raises:
-            RemoteError: a reward function cannot be loaded, or fails a known answer, and why.
-        """
+        """Waits until every worker has scored the known answers; returns a log line about the limits. Raises
+        RemoteError if a reward function cannot be loaded or fails a known answer."""
         starts = [each.start(start_timeout_s) for each in (self.fleet, *self._beside)]
         about = (await asyncio.gather(*starts))[0]
         self._reads_last, self._asks = about["reads_last"], about["asks"]
         return describe(self._cfg, about)
 
     async def check(self) -> None:
-        """Lets every child that scored since its last check score the known answers again, before an optimizer step.
-
-        Raises:
-            RemoteError: one of them failed; no verdict can be trusted.
-        """
+        """Before an optimizer step: makes every child that scored since its last check score the known answers again.
+        Raises RemoteError if one failed; then no verdict can be trusted."""
         found = await self.fleet.check()
         self._respawned_children += sum(replaced for replaced, _ in found)
         self._resident_bytes = max((size for _, size in found), default=0)
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
-        """Returns the score of response number `sample` of a prompt.
-
-        Raises:
-            RemoteError: the pool failed its known answers, or no response gets a verdict any more.
-        """
+        """Returns the score of response number `sample` of a prompt. Raises RemoteError if the pool failed its known
+        answers, or no response gets a verdict any more."""
         model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
         self.unscored.add(1)
         try:
@@ -174,8 +162,8 @@ class RewardPool:
                 model.cancel()
 
     def lap(self) -> dict[str, float]:
-        """Returns what the workers did since the last lap, and how many of them, the model's included, and child
-        processes were replaced so far, as metrics."""
+        """Returns metrics since the last lap, and the total replacements of workers (including the model's) and child
+        processes."""
         fleets = [self.fleet] if self._model is None else [self.fleet, self._model.fleet]
         now, area = time.monotonic(), self.unscored.area()
         seconds = max(now - self._lapped, 1e-9)
@@ -193,7 +181,6 @@ class RewardPool:
         return metrics
 
     def stop(self) -> None:
-        """Ends all workers, the model's and the judges too."""
         for each in (self.fleet, *self._beside):
             each.stop()
 
@@ -201,7 +188,7 @@ class RewardPool:
         asks = self._asks.get(prompt.entry, self._asks[""])
         item = Item(
             source=prompt.source,
-            text=tail(response.text, self._reads_last),  # Ray need not carry the rest
+            text=tail(response.text, self._reads_last),  # the rest need not be sent
             ground_truth=prompt.ground_truth,
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
             | ({"prompt": _last_turn(prompt)} if asks else {}),
@@ -209,7 +196,7 @@ class RewardPool:
         )
         score = partial(self._asking.verdict, score=self._try) if asks else self._try
         verdict, worker = await score(item)
-        # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
+        # At the CPU limit only after all of the wall-clock time, the machine was busy: retry on another worker.
         starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
         if verdict.score.failure in RETRIED_FAILURES or starved:
             await asyncio.sleep(RETRY_PAUSE_S)
@@ -234,7 +221,8 @@ class RewardPool:
         return worker.options(**self._options).remote()
 
     async def _start_worker(self, worker: Any, index: int, timeout_s: float) -> dict[str, Any]:
-        """Returns what the worker says of the functions, whose files must be the same for all and for the whole run."""
+        """Returns the worker's description of the functions. Their files must be the same for all workers and the whole
+        run."""
         cfg, judge = self._cfg, self._cfg.judge
         remote = replace(cfg.remote, calls_per_minute=cfg.remote.calls_per_minute / cfg.num_workers)
         own = {name: with_judge(specs, judge) for name, specs in self._own.items()}
@@ -248,8 +236,9 @@ class RewardPool:
         return about
 
     def _watch(self, verdict: Verdict, where: str, tokens: int) -> None:
-        """Counts and warns of failures; stops the run where there is nothing but failures. tokens: of the response; the
-        longest may be too long for a judge, and end together: longer than any with a verdict, it says nothing."""
+        """Counts and logs failures; raises if all responses fail. tokens: of the response. A failed response longer
+        than any with a verdict does not count towards that: it may be too long for a judge, and the longest end
+        together."""
         unscorable = math.isnan(verdict.score.accuracy)
         failure, detail = verdict.score.failure, verdict.detail
         if unscorable and not failure:
@@ -291,5 +280,5 @@ class RewardPool:
 
 
 def _last_turn(prompt: Prompt) -> str:
-    """Returns what the response answers: the last message, before any chat template."""
+    """Returns the message that the response answers, before any chat template."""
     return prompt.messages[-1][1] if prompt.messages else prompt.text

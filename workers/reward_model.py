@@ -1,9 +1,6 @@
-"""Scores responses with copies of a reward model, which a pool on the driver's side feeds.
-
-In: a prompt and a response, one call each, as responses end. Out: the model's score, NaN where there is none. What
-waits travels together, a bounded number of tokens in each remote call. `workers.scoring.fleet` replaces a worker that
-dies or keeps silent; its responses are tried again, each alone, and are then unscorable and never a zero.
-"""
+"""Scores responses with copies of a reward model, through a driver-side pool; NaN if there is no score. Waiting
+responses are batched, with a bounded number of tokens per remote call. Responses of a lost worker are retried, each
+alone, and then are unscorable, never zero."""
 
 import asyncio
 import math
@@ -22,17 +19,17 @@ from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_
 from workers.scoring.fleet import Fleet, WorkerLost
 from workers.scoring.verdict import MAX_FAILURES_IN_A_ROW, RETRY_PAUSE_S, CanaryError, is_told
 
-LONG = ("too_long", "memory")  # failures of long responses alone, which end one after the other, behind all others
-TRIES_ALONE = 2  # of what was lost with its worker, and may be why; or others of its node are lost a moment later
-PASSES_PER_CALL = 4  # forward passes' worth of tokens in one call: sorting by length needs some to choose from
+LONG = ("too_long", "memory")  # failures of long responses, which end last and so follow one another
+TRIES_ALONE = 2  # of a response lost with its worker: it may be the cause, or the node's other workers are lost next
+PASSES_PER_CALL = 4  # forward passes' worth of tokens in one call, so that sorting by length is useful
 CANARY = Conversation(
     prompt_id=-1, messages=(("user", "What is 2 + 2?"),), prompt_text="What is 2 + 2?", response=" It is 4."
 )
-CANARY_TOLERANCE = 0.05  # of the score, at least of 1: another kind of GPU in bfloat16 passes, other weights do not
+CANARY_TOLERANCE = 0.05  # relative to max(1, |score|): passes another GPU type in bfloat16, not other weights
 
 
 class RewardModelWorker:
-    """Holds one copy of the model; `start` comes first, because Ray hides a constructor's error."""
+    """One copy of the model; call `start` first (not a constructor, because Ray hides a constructor's error)."""
 
     def start(self, config: RewardModelConfig, path: str, device: str) -> ModelScore:
         """Loads the model and returns its score of `CANARY`. Raises ValueError or OSError: see `Classifier`."""
@@ -40,13 +37,13 @@ class RewardModelWorker:
         return self._classifier.score([CANARY])[0]
 
     def score(self, conversations: Sequence[Conversation]) -> Iterator[list[tuple[int, ModelScore]]]:
-        """Yields the scores, all at once, each with the number of its conversation."""
+        """Yields all scores at once, with the numbers of their conversations."""
         yield list(enumerate(self._classifier.score(conversations)))
 
 
 class RewardModelPool:
-    """Holds all copies of the model. failures: responses without a score, by reason: those of `ModelScore`, and
-    "worker" where a second worker was lost with the response alone."""
+    """All copies of the model. failures: responses without a score, by reason: those of `ModelScore`, or "worker" if
+    workers were lost with the response alone."""
 
     def __init__(
         self,
@@ -56,8 +53,7 @@ class RewardModelPool:
         device: str,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Creates the workers. options: Ray options of each. These and device, `cpu` or `cuda`, are from
-        `workers.placement`."""
+        """options: Ray options of each worker. options and device, `cpu` or `cuda`, are from `workers.placement`."""
         self._options = options
         self._arguments = (config, resolve_path(config.path), device)
         self._key = f"`reward.model.path` ({config.path})"
@@ -79,13 +75,13 @@ class RewardModelPool:
         )
 
     async def start(self, timeout_s: float) -> None:
-        """Waits until every worker has loaded the model and has scored a plain conversation; timeout_s is also for
-        every worker that takes another's place later. Raises RemoteError when the model cannot be loaded or used."""
+        """Waits until every worker has loaded the model and scored a plain conversation. timeout_s: also for every
+        replacement later. Raises RemoteError if the model cannot be loaded or used."""
         await self.fleet.start(timeout_s)
 
     async def score(self, prompt: Prompt, response: Response) -> float:
-        """Returns the model's score of one response, NaN where there is none: `failures` has the reason. Raises
-        RemoteError when the model scores no response any more, and when workers fail again and again."""
+        """Returns the model's score of one response, NaN if there is none: `failures` counts the reason. Raises
+        RemoteError if no response gets a score any more, or workers fail repeatedly."""
         conversation = Conversation(
             prompt_id=prompt.id, messages=prompt.messages, prompt_text=prompt.text, response=response.text
         )
@@ -94,11 +90,10 @@ class RewardModelPool:
         return score.value
 
     def stop(self) -> None:
-        """Ends all workers; who still waits for a score gets an error."""
         self.fleet.stop()
 
     def _watch(self, score: ModelScore, prompt: Prompt) -> None:
-        """Counts and warns of responses without a score; stops the run where there are no others."""
+        """Counts and logs responses without a score; raises if there are no others."""
         if not score.failure:
             self._failed_in_a_row = 0
             return
@@ -116,8 +111,8 @@ class RewardModelPool:
             )
 
     async def _score(self, conversation: Conversation, tokens: int) -> ModelScore:
-        """Tries up to three times, from the second on alone, so that what kills workers takes no other response along.
-        tokens: of the policy's tokenizer, to size a call by."""
+        """Tries up to three times; retries run alone, so that a response that kills workers takes no other one with it.
+        tokens: of the policy's tokenizer, to size a call."""
         try:
             return (await self.fleet.score(conversation, cost=tokens))[0]
         except WorkerLost as lost:

@@ -1,8 +1,5 @@
-"""Speaks for all vLLM engines on the driver: deals groups out, replaces engines that are lost, hands weights on.
-
-In: groups to generate, aborts. Out: responses. What an engine that dies or stands still was computing,
-another one computes again from the same seeds: it comes out alike. What is put down goes on from its tokens.
-"""
+"""Driver-side pool of all vLLM engines: assigns groups to engines, replaces lost engines, and forwards weights. Another
+engine repeats the responses of a lost one from the same seeds, with the same result."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -28,7 +25,8 @@ from workers.remote import RemoteError, WorkerLost, wait_for_stream
 
 
 class RolloutPool(WeightUpdates):
-    """Holds the engines. A group goes to the one with the fewest running responses, the turns of its responses too."""
+    """All engines. A group goes to the engine with the fewest running responses, and so does each turn of a multi-turn
+    response."""
 
     def __init__(
         self,
@@ -39,74 +37,72 @@ class RolloutPool(WeightUpdates):
         release: Callable[[int], None] = lambda number: None,
         lent: int = 0,
     ) -> None:
-        """Makes the engines' actors. options: Ray options of each engine, from `workers.placement`. release: told which
-        engine is given up. lent: how many of them, the last ones, are lent the actors' GPUs now and then."""
+        """options: Ray options of each engine, from `workers.placement`. release: called with the number of an engine
+        that is dropped for good. lent: number of engines, the last ones, that run on GPUs lent by the actors."""
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release, lent)
         self._slots, self.tokens_per_s = self.keeper.slots, self.keeper.tokens_per_s
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
-        self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
+        self._prompt = np.arange(1, 9, dtype=np.int32)  # the last prompt, for canaries
         self._fleet = FleetCapacity([])
-        self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
+        self._processes, self._refused = 1, ""  # processes of one engine; why no engine may serve now
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
-        """Starts all engines, and watches over them from then on. gpus: of an engine, where they are ranks' too."""
+        """Starts and supervises all engines. gpus: the GPUs of an engine, if it shares them with ranks."""
         await self.keeper.start(model_path, engine_args, gpus)
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
 
     def lap(self) -> dict[str, float]:
-        """Returns what the engines did since the last lap, as metrics; see `Keeper.lap`."""
+        """Returns metrics of the engines since the last lap; see `Keeper.lap`."""
         return self.keeper.lap(self._processes if self._on_gpus else 0)
 
     @property
     def workers(self) -> list[Any]:
-        """Lists the engines' actors as they are now."""
         return [slot.worker for slot in self._slots]
 
     @property
     def capacity(self) -> int:
-        """Counts the responses that all engines together run at once; those that start again included, and not those
-        that sleep on GPUs that they are lent."""
+        """Number of responses that all engines together run at once, including engines that restart, but not those that
+        sleep on lent GPUs."""
         return self._slots_of(sum(self.has_turn(slot.number) for slot in self._slots) if self.keeper.lends else None)
 
     def _slots_of(self, engines: int | None) -> int:
-        """Counts the responses that so many engines run at once, None: all."""
+        """Number of responses that this many engines run at once. engines: None means all."""
         there = self._fleet.responses
         return there if engines is None else there * engines // len(self._slots)
 
     def slots(self) -> Slots:
-        """Returns what the engines with GPUs of their own can run, what those that are lent some could, and what waits
-        for either."""
+        """Returns the slots of engines with their own GPUs, those of lent engines, and the responses queued for
+        either."""
         lent = sum(slot.lent for slot in self._slots)
         load, there = sum(slot.load for slot in self._slots), self.capacity
         return Slots(
             own=self._slots_of(len(self._slots) - lent),
             lent=self._slots_of(lent),
             queued=max(0, load - there),
-            response_s=self._fleet.response_s * there / max(there, load, 1),  # without the time in an engine's queue
+            response_s=self._fleet.response_s * there / max(there, load, 1),  # without queueing time
         )
 
     def room(self, n: int) -> int:
-        """Counts the groups of n responses that may start now, so that all engines are full and each has a group
-        waiting; those in the background do not count, and end before the engine takes what waits in their slots."""
+        """Number of groups of n responses that may start now so that all engines are full with one group each waiting.
+        Background groups do not count: they end before the engine takes what waits for their slots."""
         if not self.awake:
             return 0
-        there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
+        there = sum(slot.serving for slot in self._slots) or 1  # if none serves, one is about to
         load = sum(len(group.left) for group in self._groups.values() if not group.background)
         return max(0, (self._slots_of(there) + there * n - load) // n)
 
     @property
     def spare(self) -> int:
-        """Counts the responses that may start in the background, in slots that nothing takes now."""
+        """Number of background responses that may start, in slots that are free now."""
         there = sum(slot.serving for slot in self._slots)
         load = sum(len(group.left) for group in self._groups.values())
         return max(0, self._slots_of(there) - load)
 
     @property
     def serving(self) -> bool:
-        """Returns whether an engine serves now."""
         return any(slot.serving for slot in self._slots)
 
     async def generate(
@@ -120,11 +116,9 @@ class RolloutPool(WeightUpdates):
         problem: Prompt | None = None,
         prefix: Prefix | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`.
-
-        What an engine that is lost had not ended, another one generates again; what was put down goes on from there.
-        prefix: of requests that begin alike; they go to one engine for as long as it serves.
-        """
+        """Yields the responses to one prompt as they end, each with its number. key: names the group for `abort`.
+        prefix: shared by requests that begin alike; they go to one engine as long as it serves. Another engine repeats
+        the unfinished responses of a lost engine, and resumes those that were put down."""
         left = {number: Unfinished(seed=seed) for number, seed in enumerate(seeds)}
         group = self._groups[key] = RunningGroup(left=left, background=background, prefix=prefix or Prefix())
         self._prompt = prompt
@@ -138,28 +132,25 @@ class RolloutPool(WeightUpdates):
                                 self._fleet.observe(len(prompt), len(response.token_ids), response.seconds)
                                 yield number, response
                 except WorkerLost:
-                    slot.serving = False  # its watch will find out
+                    slot.serving = False  # its watch task handles the loss
                 group.home = None
             for number, response in group.rest():
                 yield number, response
         finally:
             del self._groups[key]
-            if group.home is not None:  # given up before its end, which nobody will ask its engine for
+            if group.home is not None:  # the caller stopped early
                 give_up(key, *group.home, self._cfg.timeout_s)
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
-        """Returns the engine that has the prefix, else the one with the fewest responses, as soon as one serves; None
-        when the group is not wanted.
-
-        What runs in the background stays off engines that will sleep before it has ended, where others serve.
-        """
+        """Waits for a serving engine; None if the group is aborted. Background groups avoid lent engines, which may
+        sleep before they end. Otherwise prefers the engine that has the prefix, then the least loaded one."""
         prefers = lambda slot: (slot.lent and group.background, slot.number != group.prefix.engine, slot.load)  # noqa: E731
         while not group.aborted:
             if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
             if serving := [slot for slot in self._slots if slot.serving]:
                 return min(serving, key=prefers)
-            if not self.awake:  # for as long as the driver wants
+            if not self.awake:  # without a deadline: the driver decides
                 await self.keeper.changed.wait()
                 continue
             try:
@@ -175,7 +166,7 @@ class RolloutPool(WeightUpdates):
     async def _from(
         self, home: EngineSlot, key: str, prompt: Int32Array, sampling: Sampling, left: dict[int, Unfinished]
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the next parts of the responses with these numbers, from one engine."""
+        """Yields the next parts of these responses, with their numbers, from one engine."""
         numbers, starts = list(left), [unfinished.start() for unfinished in left.values()]
         running = len(numbers)
         home.load += running
@@ -193,7 +184,7 @@ class RolloutPool(WeightUpdates):
             home.load -= running
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups wherever they run; returns when none of them does."""
+        """Aborts the named groups; returns when none of them runs."""
         for key in keys:
             if group := self._groups.get(key):
                 group.aborted = True
@@ -201,10 +192,9 @@ class RolloutPool(WeightUpdates):
         await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
     async def put_down(self) -> None:
-        """Takes all responses off the engines that share GPUs; returns when none runs any. What they had is kept on the
-        driver. None of them serves until `admit`, and each group goes on where it was, on whichever engine serves: its
-        responses have tokens of more than one version where the weights have changed meanwhile.
-        """
+        """Aborts all responses on engines that share GPUs, and keeps their tokens on the driver; returns when none
+        runs. These engines do not serve until `admit`. The groups resume on any serving engine, so that a response may
+        have tokens of several versions."""
         self.keeper.turn.clear()
         resting = {slot for slot in self._slots if self.keeper.takes_turns(slot)}
         for slot in resting:
@@ -218,58 +208,53 @@ class RolloutPool(WeightUpdates):
 
     @property
     def awake(self) -> bool:
-        """Returns whether some engines, and not the actors, have the GPUs that they serve on."""
+        """Whether some engines, not the actors, have the GPUs that they serve on."""
         return self.keeper.lends or self.keeper.turn.is_set()
 
     def has_turn(self, number: int) -> bool:
-        """Returns whether the GPUs of this engine are its own or, where it shares them, not the actors' now."""
+        """Whether this engine has its own GPUs, or the actors do not use the shared ones now."""
         return self.keeper.turn.is_set() or not self.keeper.takes_turns(self._slots[number])
 
     def serves(self, number: int) -> bool:
-        """Returns whether groups go to this engine."""
         return self._slots[number].serving
 
     def is_lent(self, number: int) -> bool:
-        """Returns whether this engine has GPUs only while the actors lend it theirs."""
+        """Whether this engine has GPUs only while the actors lend theirs."""
         return self._slots[number].lent
 
     def lend(self) -> None:
-        """Lets engines that were lost on GPUs which the actors lend start again, until these take them back."""
+        """Lets lost engines on lent GPUs restart, until the actors take the GPUs back."""
         self.keeper.turn.set()
 
     async def sleep(self) -> None:
-        """Lets the engines that share GPUs sleep until a weight sync wakes them; they put down what they run."""
+        """Puts down all responses of the engines that share GPUs, which then sleep until a weight sync wakes them."""
         await self.put_down()
         await self.keeper.sleep()
 
     async def sleep_lighter(self, why: str) -> bool:
-        """Lets them sleep again, less deep; see `Keeper.sleep_lighter`."""
         return await self.keeper.sleep_lighter(why)
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]:
-        """Returns the engines that run, and can take part in a weight sync: see `Keeper.members`."""
         return self.keeper.members(lent=lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
-        """Replaces those of these engines that answer nothing; see `Keeper.lose_silent`."""
         return await self.keeper.lose_silent(members, grace_s)
 
     async def canaries(self, members: Sequence[int]) -> list[TrainSequence]:
-        """Returns a few tokens from each of these engines that has started again and not served since; others at each
-        call."""
+        """Returns a few tokens from each of these engines that is not proven yet; different tokens at each call."""
         new = [slot for number in members if not (slot := self._slots[number]).proven]
         return list(await asyncio.gather(*[self._canary(slot) for slot in new]))
 
     async def _canary(self, slot: EngineSlot) -> TrainSequence:
         slot.compared += 1  # other tokens each time
         name, unfinished = f"canary-{slot.number}-{slot.compared}", Unfinished(seed=slot.compared)
-        sampling = replace(CANARY, temperature=self._cfg.temperature)  # the actors compute at this one
+        sampling = replace(CANARY, temperature=self._cfg.temperature)  # the actors use this temperature
         responses = self._from(slot, name, self._prompt, sampling, {0: unfinished})
         [response] = [response async for _, response in responses]
         return canary_sequence(self._prompt, response)
 
     def admit(self, members: Sequence[int]) -> None:
-        """Lets groups go to these engines: they hold the weights that all serve."""
+        """Lets groups go to these engines, which hold the current weights."""
         self._refused = ""
         self.keeper.served(members)
         for number in members:
@@ -278,15 +263,14 @@ class RolloutPool(WeightUpdates):
         self.keeper.notify()
 
     def drop(self, members: Sequence[int]) -> None:
-        """Gives these engines up; others take their places when they may."""
+        """Kills these engines; their watch tasks replace them."""
         for number in members:
             self._slots[number].drop()
 
     def refuse(self, reason: str) -> None:
-        """Generates nothing until the next sync: an engine may hold a mixture of two versions, and stays paused."""
+        """Stops generation until the next sync: an engine may hold a mixture of two versions, and stays paused."""
         self._refused = reason
         self.keeper.notify()
 
     async def stop(self, grace_s: float) -> None:
-        """Lets the engines end their processes for `grace_s`, then kills what is left."""
         await self.keeper.stop(grace_s)

@@ -1,11 +1,10 @@
-"""Lets rollout functions make the responses: it wraps the engines, and fulfils what the stream asks of them.
+"""Wraps the engines so that rollout functions generate the responses, with several turns each.
 
     stream ─▶ generate ─▶ per response: the function's next wish ◀─▶ one turn of an engine ─▶ Response with its mask
 
-In: prompts. Out: responses of several turns. Each turn is a request of its own to the engines, so that their loss, a
-change of weights, an abort and seeds work as for any other. The driver keeps the tokens: what was sampled goes back to
-the engine as it is. A function that fails is tried again from the first turn, with the same seeds, and then its
-response is unscorable; a worker that is lost counts for none of its calls.
+Each turn is a separate engine request, so engine loss, weight changes, aborts and seeds work as for any request. The
+driver keeps the tokens, and sends sampled tokens back to the engine unchanged. A failed function is retried from the
+first turn with the same seeds; then its response is unscorable. The loss of a worker does not count as a failure.
 """
 
 import asyncio
@@ -26,14 +25,12 @@ from workers.turns.held import Held
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 0.5
-MAX_GONE = 4  # workers that are lost with a response: each takes along all calls that it has, whichever is to blame
-MAX_FAILURES_IN_A_ROW = 128  # responses: the function is broken, not they
-MAX_BEYOND_CAP = 16  # wishes of one call after its response has reached its cap: it will never end by itself
+MAX_GONE = 4  # lost workers per response; a lost worker fails all of its calls, whichever one is the cause
+MAX_FAILURES_IN_A_ROW = 128  # responses; then the function is considered broken
+MAX_BEYOND_CAP = 16  # requests of one call after its response has reached its length limit; it may never end
 
 
 class Engines(RolloutPool, Protocol):
-    """Names what is needed of the engines: see `workers.rollout.RolloutPool`."""
-
     def generate(
         self,
         key: str,
@@ -47,14 +44,13 @@ class Engines(RolloutPool, Protocol):
     ) -> AsyncGenerator[tuple[int, Response]]: ...
 
 
-class Aborted(Exception):
-    """Says that a group is not wanted any more."""
+class Aborted(Exception): ...
 
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Follows a group. running: keys of its turns that are with the engines. thinking: responses that are with the
-    function. prefix: what all of them begin with; the engine that has it takes all turns."""
+    """A running group. running: keys of its turns on the engines. thinking: responses that wait for the function.
+    prefix: common token prefix of its turns; the engine that has it takes all turns."""
 
     background: bool
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,12 +60,11 @@ class _Group:
 
 
 class TrajectoryPool:
-    """Stands for the engines where a function makes the responses (`dapo.pools.RolloutPool`)."""
+    """Replaces the engine pool if a function generates the responses (implements `dapo.pools.RolloutPool`)."""
 
     def __init__(
         self, engines: Engines, functions: TurnFleet, *, retries: int, warn: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Wraps the engines. retries: of a response whose function failed."""
         self._engines, self._functions = engines, functions
         self._retries, self._warn = retries, warn
         self._groups: dict[str, _Group] = {}
@@ -77,31 +72,27 @@ class TrajectoryPool:
 
     @property
     def capacity(self) -> int:
-        """Counts the responses that all engines together run at once."""
         return self._engines.capacity
 
     def room(self, n: int) -> int:
-        """Counts the groups of n responses that may start now; those that are with the function come back."""
+        """Number of groups of n responses that may start now. Responses that wait for the function will return to the
+        engines."""
         thinking = sum(group.thinking for group in self._groups.values() if not group.background)
         return max(0, self._engines.room(n) - math.ceil(thinking / n))
 
     @property
     def spare(self) -> int:
-        """Counts the responses that may start in the background."""
         return max(0, self._engines.spare - sum(group.thinking for group in self._groups.values()))
 
     @property
     def serving(self) -> bool:
-        """Returns whether an engine serves now."""
         return self._engines.serving
 
     def tokens_per_s(self) -> float:
-        """Returns what the engines generated a second lately."""
         return self._engines.tokens_per_s()
 
     def lap(self) -> dict[str, float]:
-        """Returns what the engines did since the last lap, and how many of the function's workers were replaced so far,
-        as metrics."""
+        """Returns metrics of the engines since the last lap, and the total replacements of function workers."""
         return self._engines.lap() | {"perf/restarted_function_workers": float(self._functions.respawned)}
 
     async def generate(
@@ -114,7 +105,7 @@ class TrajectoryPool:
         background: bool = False,
         problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to `problem` as they end, each with its number; response number k has `seeds[k]`."""
+        """Yields the responses to `problem` as they end, each with its number; response number k uses `seeds[k]`."""
         assert problem is not None, "a function answers a problem and not tokens"
         group = self._groups[key] = _Group(background=background)
         tasks = {
@@ -133,14 +124,14 @@ class TrajectoryPool:
             del self._groups[key]
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups wherever they are; returns when none of them is with an engine."""
+        """Aborts the named groups; returns when none of them is on an engine."""
         groups = [group for key in keys if (group := self._groups.get(key)) is not None]
         for group in groups:
             group.aborted.set()
         await self._engines.abort([turn for group in groups for turn in group.running])
 
     async def _response(self, group: _Group, name: str, prompt: Prompt, sampling: Sampling, seed: int) -> Response:
-        """Returns one response, whatever becomes of its function. Raises RemoteError where nothing ends well."""
+        """Returns one response, also if its function fails. Raises RemoteError if too many responses fail in a row."""
         failed, gone, why = 0, 0, ""
         while failed <= self._retries and gone <= MAX_GONE:
             held = Held()
@@ -157,8 +148,8 @@ class TrajectoryPool:
                 continue
             self._failed_in_a_row, self._longest = 0, max(held.length, self._longest)
             return response
-        # The longest may be too long for what the function asks, and end together: longer than any that has come out,
-        # it says nothing. Workers that end again and again end the run by themselves.
+        # A failed response longer than any successful one does not count: it may be too long for a server that the
+        # function calls, and the longest end together. Repeatedly lost workers end the run elsewhere.
         if failed > self._retries and (held.length <= self._longest or not self._longest):
             self._failed_in_a_row += 1
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
@@ -170,13 +161,12 @@ class TrajectoryPool:
     async def _attempt(
         self, group: _Group, held: Held, name: str, prompt: Prompt, sampling: Sampling, seed: int
     ) -> Response:
-        """Raises Aborted, TurnLost."""
         call = await _unless(group, self._functions.call(name))
         ended, beyond = False, 0
         try:
             step = await _unless(group, call.begin(prompt, sampling))
             while isinstance(step, Ask):
-                if group.aborted.is_set():  # since the function has answered: `abort` knows of no turn to come
+                if group.aborted.is_set():  # `abort` only covers turns that already run
                     raise Aborted
                 key = f"{name}-{held.length}"
                 generated = await self._turn(group, held, key, prompt.token_ids, sampling, seed, step)
@@ -195,7 +185,7 @@ class TrajectoryPool:
     async def _turn(
         self, group: _Group, held: Held, key: str, prompt: Int32Array, sampling: Sampling, seed: int, ask: Ask
     ) -> Generated:
-        """Returns what the engines sample next; nothing where there is no room. Raises Aborted."""
+        """Returns what the engines sample next; nothing if there is no room. Raises Aborted."""
         room = sampling.max_tokens - held.length - len(ask.token_ids)
         if room < 1:
             held.cut = True
@@ -225,7 +215,7 @@ class TrajectoryPool:
 
 
 async def _unless(group: _Group, awaited: Awaitable[T]) -> T:
-    """Returns what the function answers; raises Aborted as soon as the group is not wanted."""
+    """Returns what the function answers; raises Aborted as soon as the group is aborted."""
     answer = asyncio.ensure_future(awaited)
     end = asyncio.ensure_future(group.aborted.wait())
     group.thinking += 1

@@ -1,16 +1,15 @@
-"""Sends weights from the actors to the engines: the driver's half, one pipeline for both transports.
+"""Sends weights from the actors to the engines: the driver's half, one pipeline for all transports.
 
     actors    gather 0 | gather 1 | gather 2 | ...          while the engines load a bucket, the actors gather the next;
     engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time
 
-In: a policy version. Out: all engines that run serve it, or RemoteError, and then they serve nothing until a later
-sync. An engine that is lost on the way is left out, and joins by itself when another one has taken its place. Engines
-that are lent the actors' GPUs sleep meanwhile; they get the version that the others serve when they wake, from the rank
-on their GPU, by a connection of their own.
+After a sync all running engines serve the version; after a failure none serves until a later sync. An engine lost on
+the way is left out, and its replacement joins later. Engines on GPUs lent by the actors sleep meanwhile; when they wake
+they get the version that the others serve, from the rank on their GPU, over a separate connection.
 
-vLLM ships a sending half too (`TrainerWeightTransferEngine`). It is not used: its Ray client waits without a deadline,
-nothing checks a digest, a missing parameter is no error, it has no way on a CPU, and the actor ranks would import vLLM.
-Its `nccl_m2n` engine (from shards to shards, without gathering a tensor) is worth a measurement on several GPUs.
+vLLM's own sending half (`TrainerWeightTransferEngine`) is not used: its Ray client waits without a deadline, it checks
+no digest, a missing parameter is no error, it does not support CPUs, and the actor ranks would import vLLM. Its
+`nccl_m2n` engine (shards to shards, without gathering a tensor) is worth a measurement on several GPUs.
 """
 
 import asyncio
@@ -27,17 +26,17 @@ from dapo.types import Float32Array, TrainSequence
 from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint
 
-ANSWER_S = 10.0  # what an engine has for an answer after a failed sync; one that gives none is replaced
-DRAWS = 3  # of tokens, over any of which an engine may prove itself
-LATER_S = 5.0  # by which a wait for an engine is longer than that of the transfer within it, whose error says more
+ANSWER_S = 10.0  # after a failed sync, engines that do not answer within this are replaced
+DRAWS = 3  # of canary tokens; an engine must agree on one of them
+LATER_S = 5.0  # added to waits for an engine, so that the transfer's own, more specific timeout comes first
 
 
 class Disproved(RemoteError):
-    """Says that an engine computes other log-probabilities than the actors, whose weights it has just got."""
+    """An engine computes other log-probabilities than the actors, whose weights it has just received."""
 
 
 class WeightSource(Protocol):
-    """Names what the sync needs of `workers.actor.ActorPool`."""
+    """What the sync needs of `workers.actor.ActorPool`."""
 
     def restarts(self) -> dict[str, float]: ...
     async def until_idle(self) -> None: ...
@@ -49,7 +48,7 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """Names what the sync needs of `workers.rollout.RolloutPool`; members: the engines that take part, by number."""
+    """What the sync needs of `workers.rollout.RolloutPool`. members: numbers of the engines that take part."""
 
     def has_turn(self, number: int) -> bool: ...
     def serves(self, number: int) -> bool: ...
@@ -74,7 +73,8 @@ class WeightSink(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class _Link:
-    """Holds a connection. connected: which starts of which processes have met; None: none. num_buckets: of a sync."""
+    """A connection. connected: identifies the actor and engine processes that are connected; None: none. num_buckets:
+    per sync."""
 
     transport: str
     connected: object = None
@@ -82,15 +82,11 @@ class _Link:
 
 
 class WeightSync:
-    """Brings the actors' weights to the engines after each update. Where the engines that take part are not those of
-    the sync before, both ends connect anew first.
-
-    lock: who holds it knows that the actors' weights do not change; the trainer takes it for an update and the sync
-    that follows.
-    """
+    """Brings the actors' weights to the engines after each update; reconnects both ends if the participants have
+    changed. lock: while it is held, the actors' weights do not change. The trainer holds it for an update and the
+    following sync."""
 
     def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: Config) -> None:
-        """Connects nothing yet."""
         self.lock = asyncio.Lock()
         self._actors = actors
         self._engines = rollouts
@@ -101,12 +97,9 @@ class WeightSync:
         self._stage = ""
 
     async def __call__(self, version: int) -> None:
-        """Returns when all engines that run serve `version`. The caller holds `lock`.
-
-        Raises:
-            RemoteError: a bucket's digest differs, a parameter stayed stale, or the deadline passed, and that twice
-                while no engine was lost; or a failure of the actors.
-        """
+        """Returns when all running engines serve `version`. The caller holds `lock`. Raises RemoteError if the actors
+        failed, or if twice, without losing an engine, a digest differed, a parameter was not updated, or the deadline
+        passed."""
         self._version = None
         try:
             if await self._bring_to_all(version, lent=False) is None:
@@ -119,7 +112,8 @@ class WeightSync:
                 )
 
     async def _bring_to_all(self, version: int, *, lent: bool) -> float | None:
-        """Lets all of these engines that run serve `version`. Returns the seconds of the transfer; None without any."""
+        """Makes all lent, or all other, running engines serve `version`. Returns the transfer time in seconds; None
+        without any."""
         before: RemoteError | None = None
         while members := self._engines.members(lent=lent):
             try:
@@ -135,16 +129,14 @@ class WeightSync:
         return None
 
     async def rest(self) -> None:
-        """Lets the engines that share the actors' GPUs sleep until a sync wakes them."""
+        """Puts the engines that share the actors' GPUs to sleep until a sync wakes them."""
         async with self.lock:
             await self._engines.sleep()
 
     async def lend(self) -> float | None:
-        """Lets engines that sleep on the actors' GPUs serve what the others do, until `rest`.
-
-        Returns the seconds that it takes once both ends are connected; None where no engine came to serve. Raises
-        RemoteError where they cannot take the weights, and then they are given up: others take their places.
-        """
+        """Lets the engines on the actors' GPUs serve the current version until `rest`. Returns the transfer time in
+        seconds, excluding connection setup; None if no engine came to serve. If they cannot take the weights, drops
+        them, to be replaced, and raises RemoteError."""
         async with self.lock:
             if self._version is None:
                 return None
@@ -157,20 +149,18 @@ class WeightSync:
                 self._engines.lend()
 
     async def rejoin(self, number: int) -> None:
-        """Gives an engine that has started again the weights that the others serve, without holding them up.
-
-        Before the first sync, after one that failed, and while the actors have its GPUs, this is left to the next one.
-        """
+        """Gives a restarted engine the current weights without pausing the others. Does nothing before the first sync,
+        after a failed one, and while the actors use its GPUs; the next sync does it."""
         async with self.lock:
             running = self._engines.members(lent=self._engines.is_lent(number))
-            waits = number in running and not self._engines.serves(number)  # a sync may have come first
+            waits = number in running and not self._engines.serves(number)  # a sync may already have updated it
             if self._version is not None and self._engines.has_turn(number) and waits:
-                await self._actors.until_idle()  # a checkpoint may take longer than a sync has
+                await self._actors.until_idle()  # a checkpoint may take longer than the sync's deadline
                 await self._bring(self._version, (number,))
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> float:
-        """Lets these engines serve `version`; returns the seconds of the transfer. Raises RemoteError as `__call__`
-        does, at the first failure, when no engine waits in a broadcast any more for one that is gone."""
+        """Makes these engines serve `version`; returns the transfer time in seconds. Raises RemoteError at the first
+        failure, after closing the connection so that no engine stays in a broadcast with a lost one."""
         link = self._lent if self._engines.is_lent(members[0]) else self._link
         try:
             seconds = await self._bring_by(link, version, members)
@@ -246,12 +236,10 @@ class WeightSync:
         return bucket
 
     async def _prove(self, members: tuple[int, ...]) -> None:
-        """Compares engines that have started again, or slept for the first time, with the actors: both give a few
-        tokens their log-probabilities, others at each draw. An engine passes with the first draw over which they agree:
-        rounding may part the two over some tokens, other weights do over any.
-
-        Of the others the next training batch is proof enough, before its first optimizer step.
-        """
+        """Compares engines that restarted, or slept for the first time, with the actors: both compute the
+        log-probabilities of a few tokens, different ones at each draw. An engine passes at the first draw where they
+        agree: rounding may cause a difference for some tokens, wrong weights cause one for all. The other engines are
+        checked with the next training batch, before its first optimizer step."""
         self._stage = "comparing log-probabilities of an engine that started again or slept"
         bound, least = self._cfg.max_mean_logprob_diff, np.array(np.inf)
         for _ in range(DRAWS):

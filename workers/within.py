@@ -1,8 +1,6 @@
-"""Makes calls of Ray's that may not come back: with a deadline, and so that a signal ends the wait.
-
-In: a call. Out: its end, or an error. Ray waits in C++, where the main thread handles no signal: the call has a thread
-of its own. Where that is left behind in it, the process is to end without the clean-up that would wait for Ray.
-"""
+"""Makes Ray calls that may hang, with a deadline and interruptible by signals. Ray waits in C++, where the main thread
+handles no signal, so the call runs in its own thread. If that thread is left behind, the process must exit without the
+clean-up that would wait for Ray."""
 
 import asyncio
 import signal
@@ -15,22 +13,19 @@ from types import FrameType
 from dapo.faults.signals import SIGNALS
 from dapo.report.console import vanish_at_exit
 
-LOOK_S = 0.2  # the kernel may give a signal to another thread, and nothing wakes this one then
+LOOK_S = 0.2  # polling interval: the kernel may deliver a signal to another thread, which does not wake this one
 
 left_behind = threading.Event()  # a call never came back
 
 
 class Late(TimeoutError):
-    """Says that a call has not come back in time."""
+    """A call has not returned in time."""
 
 
 def within(limit_s: float, call: Callable[[], object], what: str, until: threading.Event | None = None) -> None:
-    """Makes the call, and raises what it raises; Late after `limit_s`; KeyboardInterrupt after Ctrl-C and
-    CancelledError after another signal that this process catches.
-
-    what: names the call. until: what the call has started is needed so long; the kernel ends Ray's processes with the
-    thread that has started them.
-    """
+    """Makes the call and raises what it raises; Late after `limit_s`; KeyboardInterrupt after Ctrl-C and CancelledError
+    after another signal that this process catches. what: names the call. until: keeps the thread alive until this is
+    set, because the kernel ends Ray's processes with the thread that started them."""
     done, raised = threading.Event(), []
 
     def run() -> None:
@@ -60,7 +55,7 @@ def within(limit_s: float, call: Callable[[], object], what: str, until: threadi
 
 @contextmanager
 def _interrupting() -> Iterator[None]:
-    """Has signals raise in the block, which holds an event loop up: the loop's own handlers hear of them after it."""
+    """Makes signals raise in the block, which blocks the event loop; the loop's own handlers run only after it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else asyncio.CancelledError

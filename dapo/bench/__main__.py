@@ -1,8 +1,6 @@
-"""Runs the benchmarks' command line: `python -m dapo.bench COMMAND [options] [key=value ...]`.
-
-`README.md` in this folder says what each command measures. A command's module, and with it torch and Ray, is imported
-when it runs. `python -m dapo.bench short|long|both [steps]` is another spelling of `step`.
-"""
+"""Command line of the benchmarks: `python -m dapo.bench COMMAND [options] [key=value ...]`. `README.md` in this folder
+describes what each command measures. The module of a command, and with it torch and Ray, is imported only when it runs.
+`python -m dapo.bench short|long|both [steps]` is short for `python -m dapo.bench step ...`."""
 
 import argparse
 import pkgutil
@@ -20,7 +18,6 @@ OVERRIDES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; `given.entry` names the function that a command runs."""
     program = argparse.ArgumentParser(prog="python -m dapo.bench", description="Benchmarks of a step and its parts.")
     commands = program.add_subparsers(metavar="COMMAND", required=True)
 
@@ -96,14 +93,13 @@ def _sync(sync: argparse.ArgumentParser) -> None:
 
 
 def positive(word: str) -> int:
-    """Returns the number. Raises argparse.ArgumentTypeError below 1."""
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is no whole number of at least 1")
     return int(word)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options, with the overrides that stand anywhere among them as a list."""
+    """Returns the options; `overrides` collects the `key=value` words, which may stand anywhere."""
     program = parser()
     overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
     words = [word for word in arguments if word not in overrides]
@@ -115,7 +111,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command, which prints its figures."""
     given = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         pkgutil.resolve_name(given.entry)(given)

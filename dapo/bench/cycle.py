@@ -1,9 +1,9 @@
-"""Measures how engines and actors take turns on the same GPUs (`trainer.colocate=time`): one row per model.
+"""Measures time-shared engines and actors on the same GPUs (`trainer.colocate=time`): one row per model.
 
-A cycle is the trainer's own, without generation: the engines sleep, the actors train on random tokens (or not), the
-engines' weights wake, the weight sync brings the new ones, the KV cache wakes. After it the engine gives a few tokens
-their log-probabilities, and so do the actors. The weights are random, at a model's shape. In: names of models. Out: the
-medians of each phase's seconds, the GPU's free memory on either side, and how far it moved over the cycles.
+A cycle is a training step without generation: the engines sleep, the actors train on random tokens (optional), the
+engines wake their weights, the weight sync runs, the KV cache wakes. Then engine and actors compute the
+log-probabilities of the same few tokens. The weights are random. Output: median seconds of each phase, free GPU memory
+while engines are awake and asleep, and its range over the cycles.
 """
 
 import argparse
@@ -49,18 +49,14 @@ Row = dict[str, float]
 
 
 class TimedEngines(Recording):
-    """Notes the seconds of the engines' own parts of a weight sync, by phase."""
-
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
         self.seconds: dict[str, float] = {}
 
     async def start_update(self, *given: Any) -> None:
-        """Wakes the weights."""
         await self._timed("wake weights", self._pool.start_update(*given))
 
     async def finish_update(self, *given: Any) -> None:
-        """Wakes the KV cache."""
         await self._timed("wake KV", self._pool.finish_update(*given))
 
     async def _timed(self, phase: str, work: Any) -> None:
@@ -70,7 +66,7 @@ class TimedEngines(Recording):
 
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
-    """Returns the setting of one rank and one engine in turns. Raises ValueError for overrides that do not fit."""
+    """Returns the configuration of one time-shared rank and engine. Raises ValueError for overrides that do not fit."""
     tokens = given.tokens or 64
     return bench_config(
         *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
@@ -84,12 +80,11 @@ def to_config(given: argparse.Namespace, path: str) -> Config:
 
 
 def free_bytes(worker: Any) -> int:
-    """Runs on a rank: returns what nobody holds of its GPU; 0 on a CPU."""
+    """Runs on a rank: returns the free bytes of its GPU; 0 on a CPU."""
     return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_initialized() else 0
 
 
 async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
-    """Returns a row per cycle, after the warm-up. tokens: see `Cycle`."""
     device = device_of(cfg)
     with cluster(cfg):
         placement = Placement(cfg, device)
@@ -114,7 +109,7 @@ async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
 
 
 class Cycle:
-    """Lets both roles take turns. tokens: trained on in each cycle; 0: no update."""
+    """Runs cycles. tokens: trained on in each cycle; 0: no update."""
 
     def __init__(self, cfg: Config, pool: RolloutPool, actors: ActorPool, tokens: int) -> None:
         self._cfg, self._pool, self._actors, self._tokens = cfg, pool, actors, tokens
@@ -126,7 +121,6 @@ class Cycle:
         self._batch = random_batch(lengths, vocabulary, np.random.default_rng(0))
 
     async def run(self) -> Row:
-        """Returns seconds, bytes, and the mean difference of the log-probabilities."""
         began = time.monotonic()
         await self._pool.sleep()
         asleep = time.monotonic()
@@ -148,7 +142,7 @@ class Cycle:
         return float((await wait([rank.__ray_call__.remote(free_bytes)], TIMEOUT_S, "actor rank 0", "its memory"))[0])
 
     async def _parity(self) -> float:
-        """Returns what `workers.weight_sync` bounds, of every engine after every cycle."""
+        """Returns the largest mean log-probability difference over all engines, as `workers.weight_sync` checks it."""
         slots = self._pool.keeper.slots
         for slot in slots:
             slot.proven = False
@@ -159,13 +153,11 @@ class Cycle:
 
 
 def shown(row: Row) -> str:
-    """Returns the line of one cycle."""
     seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
     return f"{seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB  difference {row['difference']:.1e}"
 
 
 def report(model: str, rows: Sequence[Row]) -> list[str]:
-    """Returns a row of the table: medians, and the range of the free memory over the cycles."""
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     asleep = [row["free asleep"] for row in rows]
     return [
@@ -178,20 +170,18 @@ def report(model: str, rows: Sequence[Row]) -> list[str]:
 
 
 def needs_device(device: str) -> None:
-    """Raises ValueError where `--device` is one that this machine has not."""
+    """Raises ValueError if this machine does not have the device of `--device`."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
 
 
 def random_model(name: str, folder: Path) -> str:
-    """Writes a model of this shape with random weights, and a tokenizer; returns the folder."""
     path = random_weights(name, folder)
     make_tokenizer(read_shape(name).vocab_size).save_pretrained(path)
     return str(path)
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a line per cycle and a table with a row per model. Raises ValueError without the device."""
     needs_device(given.device)
     rows = []
     try:
@@ -201,6 +191,6 @@ def run(given: argparse.Namespace) -> None:
                 cfg = to_config(given, random_model(model, Path(folder) / "model"))
                 cycles = asyncio.run(measure(cfg, given.cycles, given.tokens))
             rows.append(report(model, cycles))
-    finally:  # what a larger model has no room or time for does not take the others' rows away
+    finally:  # print the finished rows even if a larger model fails
         print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")
         print(table(NAMES, rows))

@@ -1,10 +1,9 @@
-"""Measures updates of one rank on one device at a model's shape with random weights: a `Case` in, figures of one row
-out.
+"""Measures updates of one rank on one device, at a model's shape with random weights.
 
-The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
-FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.facts.model_shape`: matrices 2 FLOPs per weight and token,
-the head at response tokens only, causal attention at half of its square), the backward pass counting twice; what
-activation checkpointing computes again does not count.
+The update is the trainer's own, from reading the weight files to the optimizer step. MFU = model FLOPs / seconds / peak
+FLOPs. Model FLOPs = 3 x the forward pass, because the backward pass counts twice (`dapo.config.facts.model_shape`:
+matrices 2 FLOPs per weight and token, the head at response tokens only, causal attention at half of its square).
+Recomputation by activation checkpointing does not count.
 """
 
 import argparse
@@ -39,10 +38,8 @@ POOL = 1 << 24  # random numbers that all weights are cut from
 
 
 def run_case(given: argparse.Namespace, cfg: Config, model: str, tokens: int, folder: str) -> dict[str, Any]:
-    """Returns one row; with "error" in place of the figures where the device's memory did not suffice.
-
-    cfg: `model.path` and `actor.max_tokens_per_gpu` are set here. folder: for the weights, removed by the caller.
-    """
+    """Returns one row; if the device runs out of memory it has "error" in place of the figures. cfg: `model.path` and
+    `actor.max_tokens_per_gpu` are set here. folder: for the weights, removed by the caller."""
     shape = read_shape(model)
     row: dict[str, Any] = {
         "model": model,
@@ -79,7 +76,6 @@ def run_case(given: argparse.Namespace, cfg: Config, model: str, tokens: int, fo
 
 
 def _updates(cfg: Config, device: str, batch: TrainBatch, updates: int) -> tuple[float, dict[str, float]]:
-    """Returns the median seconds of an update after the first, and the metrics of the last."""
     worker = ActorWorker(cfg, device)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -95,17 +91,15 @@ def _updates(cfg: Config, device: str, batch: TrainBatch, updates: int) -> tuple
 
 
 def peak_bytes(device: str) -> int:
-    """Returns the most that the process held at once: allocated by torch on a GPU, resident on a CPU."""
+    """Returns the peak memory of the process: allocated by torch on a GPU, resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def random_weights(model: str, folder: Path) -> Path:
-    """Writes config.json and safetensors in bfloat16 of a model of this shape; returns the folder.
-
-    Matrices are normal with a deviation of 0.02, norms 1, biases 0.
-    """
+    """Writes config.json and bfloat16 safetensors of a model of this shape; returns the folder. Matrices are normal
+    with standard deviation 0.02, norms 1, biases 0."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(read_config(model)), encoding="utf-8")
     with torch.device("meta"):
@@ -123,18 +117,17 @@ def random_weights(model: str, folder: Path) -> Path:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a JSON line per model and length, and appends it to `--output`. Raises ValueError without the device."""
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
     dtype = "bfloat16" if given.device == "cuda" else "float32"
     fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
-    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): all gradients whole
+    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): gradients unsharded
     for model in given.models:
         for tokens in given.tokens:
             cfg = bench_config(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
             with (
                 tempfile.TemporaryDirectory(dir=given.folder) as folder,
-                # A process for each: the next one finds the device empty, and an error ends one row only.
+                # One process per row: each starts with an empty device, and an error ends only its own row.
                 ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
             ):
                 try:

@@ -1,11 +1,7 @@
-"""Holds the yardsticks of the update: a rank's packed micro-batches in, those that `workers.actor` would get; seconds
-out.
-
-Neither knows FSDP, exchange of gradients, metrics or guards: each process has a copy of the model of its own.
-`BareRank` is forward and backward through the product's own log-probabilities. `HandWrittenRank` is a whole update as
-one would write it for one process in plain torch and transformers: whole logits, plain autograd, each response with a
-prompt of its own.
-"""
+"""Baselines for the update, on the same packed micro-batches that `workers.actor` gets. Neither uses FSDP, gradient
+exchange, metrics or guards: each process has its own copy of the model. `BareRank` is forward and backward through the
+trainer's own log-probabilities. `HandWrittenRank` is a whole update as one would write it for one process in plain
+torch and transformers: full logits, plain autograd, no shared prompts."""
 
 import time
 from collections.abc import Sequence
@@ -24,21 +20,17 @@ from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 
 
 def load_model(cfg: Config) -> PreTrainedModel:
-    """Returns the model in float32 with the product's attention."""
     torch.set_num_threads(cfg.actor.cpu_threads)
     kind = implementation(cfg.model.attn_implementation)
     return AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation=kind)
 
 
 class BareRank:
-    """Runs one process of the bare update; a Ray actor in the benchmark."""
-
     def __init__(self, cfg: Config) -> None:
         self._shared = shares_prompts(cfg)
         self._policy = PackedPolicy(load_model(cfg), cfg.rollout.temperature).train()
 
     def run(self, work: RankWork) -> float:
-        """Returns the seconds for forward and backward over the rank's share."""
         began = time.perf_counter()
         for k in work.order:
             for sequences in work.minibatches[k]:
@@ -50,8 +42,6 @@ class BareRank:
 
 
 class HandWrittenRank:
-    """Runs one process of the loop; a Ray actor in the benchmark."""
-
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._model = load_model(cfg)
@@ -66,7 +56,6 @@ class HandWrittenRank:
         )
 
     def run(self, work: RankWork) -> float:
-        """Returns the seconds for forward, backward and optimizer step over the rank's share."""
         began = time.perf_counter()
         for k in work.order:
             self._step(work.minibatches[k])
@@ -97,7 +86,7 @@ class HandWrittenRank:
 
 
 def seconds_of(worker: ActorWorker, work: RankWork) -> float:
-    """Runs on an actor rank: returns the seconds of one update within its process, from whatever version it is at."""
+    """Runs on an actor rank: returns the seconds of one update within its process, at its current version."""
     work = replace(work, version=worker._standing.version)
     began = time.perf_counter()
     worker.update(work)

@@ -1,10 +1,7 @@
-"""Measures what one engine asks of its host's processor for each token, by the number of requests that run at once.
-
-Engines of small models wait for the host: for their own process, which schedules, and for the actor's, which takes
-tokens in. The weights are random, at a model's shape: with a real vocabulary hardly any response ends before its cap.
-In: names of models, how many requests, how many tokens each. Out: tokens per second, and processor seconds of either
-process for a token.
-"""
+"""Measures the host CPU time that one engine needs per token, by the number of concurrent requests. Engines of small
+models wait for the host: for their own process, which schedules, and for the Ray actor's process, which receives
+tokens. The weights are random; with a real vocabulary hardly any response ends before its limit. Output: tokens per
+second, and CPU time per token of both processes."""
 
 import argparse
 import asyncio
@@ -31,7 +28,7 @@ PROMPT = np.arange(1, 9, dtype=np.int32)
 
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
-    """Returns the setting of one engine. Raises ValueError for overrides that do not fit."""
+    """Returns the configuration of one engine. Raises ValueError for overrides that do not fit."""
     return bench_config(
         *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
         *(f"trainer.device={given.device}", "rollout.temperature=1.0", f"data.max_response_length={given.tokens}"),
@@ -42,14 +39,13 @@ def to_config(given: argparse.Namespace, path: str) -> Config:
 
 
 def processor_seconds(worker: Any) -> tuple[float, float]:
-    """Runs in the engine's actor: returns the processor seconds of its own process so far, and of vLLM's."""
+    """Runs in the engine's actor: returns the CPU seconds of its own process so far, and of vLLM's."""
     own = psutil.Process()
     spent = lambda process: sum(process.cpu_times()[:2])  # noqa: E731
     return spent(own), sum(map(spent, own.children(recursive=True)))
 
 
 async def measure(cfg: Config, model: str, given: argparse.Namespace) -> list[list[str]]:
-    """Returns a row per number of requests: of the quickest round."""
     rows = []
     with cluster(cfg):
         async with engine(cfg) as pool:
@@ -61,7 +57,7 @@ async def measure(cfg: Config, model: str, given: argparse.Namespace) -> list[li
 
 
 async def one_round(pool: RolloutPool, cfg: Config, count: int, number: int) -> tuple[float, int, float, float]:
-    """Returns seconds, tokens, and the processor seconds of the actor and the engine."""
+    """Returns seconds, tokens, and the CPU seconds of the actor and the engine."""
     sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=count)
     before, began = await _spent(pool), time.monotonic()
     seeds = range(number * count, (number + 1) * count)
@@ -84,7 +80,6 @@ def _row(seconds: float, tokens: int, actor: float, engines: float) -> Sequence[
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a table with a row per model and number of requests. Raises ValueError without the device."""
     needs_device(given.device)
     rows: list[list[str]] = []
     try:
@@ -92,6 +87,6 @@ def run(given: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 cfg = to_config(given, random_model(model, Path(folder) / "model"))
                 rows += asyncio.run(measure(cfg, model, given))
-    finally:  # what a larger model has no room or time for does not take the others' rows away
+    finally:  # print the finished rows even if a larger model fails
         print(f"quickest of {given.rounds} rounds; responses of at most {given.tokens} tokens")
         print(table(NAMES, rows))

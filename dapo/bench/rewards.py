@@ -1,9 +1,7 @@
-"""Measures throughput and latency of scoring: a reward function and a number of child processes in, a table out.
-
-Ordinary answers of about 2,000 characters go through the child processes of one reward worker, measured in the process
-that owns them, as in a reward actor, without Ray. The same function is called in this process as well, without any
-isolation. A core's share counts the CPU time of this process, of the children and of the fork server.
-"""
+"""Measures throughput and latency of scoring, by reward function and number of child processes. Typical answers of
+about 2,000 characters go through the child processes of one reward worker. They are measured in the process that owns
+them, as in a reward actor, without Ray. The same function is also called directly in this process, without isolation.
+CPU time per core counts this process, the children and the fork server."""
 
 import argparse
 import asyncio
@@ -24,7 +22,7 @@ from workers.scoring.children import Children
 WANTED_PER_CORE = 2000.0  # verdicts per second
 WANTED_P50_MS = 1.0
 CHARS = 2000
-AT_ONCE = 16  # responses that wait for each child: a group's
+AT_ONCE = 16  # responses in flight per child, as many as a group has
 WARM_UP = 500
 MIN_RESPONSES = 100
 WORDS = (*"then we add both sides and find that equals 12, so".split(), "$x^2 + 3x$", "= 40.5", "\n")
@@ -33,7 +31,7 @@ LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
 
 
 def ordinary_answers(count: int, function: str) -> list[Item]:
-    """Returns worked solutions to integer problems, in usual spellings; about half of them right."""
+    """Returns worked solutions to integer problems, in usual spellings; about half of them are correct."""
     rng = random.Random(0)
     items: list[Item] = []
     for _ in range(count):
@@ -53,7 +51,7 @@ def ordinary_answers(count: int, function: str) -> list[Item]:
 
 
 def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
-    """Returns the CPU time so far of processes and of those that they have waited for."""
+    """Returns the CPU time so far of the processes and of the children they have waited for."""
     total = 0.0
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -62,7 +60,7 @@ def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
 
 
 async def drain(children: Children, items: Iterator[Item], seconds: list[float], right: list[float]) -> None:
-    """Scores what is left, one after the other; notes the seconds and the accuracy of each."""
+    """Scores the remaining items one after the other; appends the seconds and the accuracy of each."""
     for item in items:
         began = time.perf_counter()
         verdict = await children.score(item)
@@ -75,12 +73,9 @@ async def drain(children: Children, items: Iterator[Item], seconds: list[float],
 async def measure(
     function: str, num_children: int, items: list[Item], what: str, *, warm_up: int, at_once: int
 ) -> tuple[dict[str, float], list[float]]:
-    """Returns figures by the name of their column, and the accuracy of each item. what: items are, in the plural.
-    warm_up: items that do not count. at_once: that wait for each child.
-
-    All items are scored at full load, then a tenth of them one at a time for each child, which gives the seconds from
-    hand-over to verdict. Raises RuntimeError for no verdict.
-    """
+    """Returns figures by column name, and the accuracy of each item. what: plural name of the items. warm_up: items
+    that do not count. at_once: items in flight per child. All items are scored at full load, then a tenth of them one
+    at a time per child, which gives the latency. Raises RuntimeError if an item is not scored."""
     seconds: list[float] = []
     right: list[float] = []
     async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
@@ -102,7 +97,6 @@ async def measure(
 
 
 def bare(function: str, items: list[Item]) -> float:
-    """Returns verdicts per second in this process."""
     functions = RewardFunctions([RewardFunctionConfig(path=function)])
     began = time.perf_counter()
     for item in items:
@@ -111,7 +105,6 @@ def bare(function: str, items: list[Item]) -> float:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a table and what is wanted. Raises ValueError for too few responses."""
     if given.responses < MIN_RESPONSES:
         raise ValueError(
             f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"

@@ -1,5 +1,4 @@
-"""Sets up what the benchmarks of a run have in common: dapo_tiny with overrides, its prompts, Ray, workers, and a
-trainer."""
+"""Shared setup of the benchmarks: dapo_tiny with overrides, its prompts, Ray, workers, and a trainer."""
 
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +23,7 @@ from workers.engines.arguments import engine_args
 from workers.placement import Placement
 from workers.rollout import RolloutPool
 
-# The learning rate is so small that each step makes the same requests whatever it learnt.
+# The learning rate is so small that each step makes the same requests, whatever was learnt.
 COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")
 LONG = (
     "data.max_response_length=2048",
@@ -35,7 +34,7 @@ LONG = (
 
 
 def bench_config(*overrides: str) -> Config:
-    """Returns the tiny experiment, or the one that they name, with `overrides`, its paths absolute."""
+    """Returns the tiny experiment, or the one that `overrides` name, with the overrides applied and absolute paths."""
     named = any(override.startswith("+experiment=") for override in overrides)
     cfg = compose(overrides, experiment=None if named else "dapo_tiny")
     make_paths_absolute(cfg)
@@ -43,7 +42,7 @@ def bench_config(*overrides: str) -> Config:
 
 
 def run_config(lengths: str, folder: Path, overrides: Sequence[str]) -> Config:
-    """Returns the setting of a run with 8 responses per prompt; long ones come from a model that ends at random."""
+    """Returns a configuration with 8 responses per prompt; "long" uses a random model whose responses end at random."""
     arguments = [*COMMON, f"trainer.output_dir={folder / lengths}"]
     if lengths == "long":
         arguments += [*LONG, f"model.path={make_random_model(folder / 'random')}"]
@@ -52,13 +51,12 @@ def run_config(lengths: str, folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def cluster(cfg: Config) -> AbstractContextManager[None]:
-    """Returns Ray as a run has it; one that this process has joined or started already stays up afterwards."""
+    """Starts Ray as a run does; if this process is already connected, uses that cluster and leaves it up."""
     return nullcontext() if ray.is_initialized() else ray_cluster(cfg)
 
 
 @asynccontextmanager
 async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
-    """Yields the pools of a run and its prompts."""
     prompts, _, _ = load_data(cfg)
     with cluster(cfg):
         async with build_pools(cfg) as pools:
@@ -67,7 +65,6 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
 
 @asynccontextmanager
 async def engine(cfg: Config) -> AsyncIterator[RolloutPool]:
-    """Yields one engine."""
     device = device_of(cfg)
     pool = RolloutPool(Placement(cfg, device).rollout(), cfg.rollout)
     try:
@@ -84,7 +81,7 @@ async def trainer(
     prompts: Sequence[Prompt],
     directory: Path,
 ) -> AsyncIterator[Trainer]:
-    """Yields a trainer that writes to `directory`, which is made; at the end nothing generates."""
+    """Yields a trainer that writes to `directory`, which is created; on exit nothing generates any more."""
     directory.mkdir()
     logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
@@ -98,10 +95,8 @@ async def trainer(
 
 
 def random_batch(lengths: Sequence[tuple[int, int]], vocabulary: int, rng: np.random.Generator) -> TrainBatch:
-    """Returns one optimizer step on random tokens, with the log-probabilities of a uniform draw.
-
-    lengths: tokens of prompt and response of each sequence.
-    """
+    """Returns one optimizer step on random tokens, with the log-probabilities of a uniform distribution. lengths:
+    prompt and response tokens of each sequence."""
     total = sum(response for _, response in lengths)
     sequences = tuple(
         TrainSequence(

@@ -1,9 +1,6 @@
-"""Measures whole steps against two floors, which the same run measures right after each step, on its requests and
-tokens.
-
-The floors are the engines alone, and a bare packed forward and backward on as many ranks: noise of a shared machine
-hits all three, so that the ratio can be trusted. In: the shapes of `dapo.bench.setting`. Out: a table of medians.
-"""
+"""Measures whole steps against two baselines, on the same requests and tokens, right after each step. The baselines are
+the engines alone, and a bare packed forward and backward on as many ranks. Noise of a shared machine affects all three,
+so the ratio is reliable. Output: a table of medians."""
 
 import argparse
 import asyncio
@@ -39,7 +36,7 @@ Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, samplin
 
 
 class Recording:
-    """Hands on to a pool whatever its subclass does not note on the way."""
+    """Wraps a pool and forwards every attribute that the subclass does not override."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -49,7 +46,7 @@ class Recording:
 
 
 class RecordingRollouts(Recording):
-    """Records the requests of the current step on their way to the engines."""
+    """Records the requests of the current step."""
 
     def __init__(self, pool: RolloutPool) -> None:
         super().__init__(pool)
@@ -62,15 +59,13 @@ class RecordingRollouts(Recording):
         return self._pool.generate(key, prompt, sampling, seeds, **options)
 
     async def abort(self, keys: list[str]) -> None:
-        """Forgets these, which the step did not need: they do not belong to its floor."""
+        """Drops aborted requests from the record, because the step did not need them."""
         for key in keys:
             self.requests.pop(key, None)
         await self._pool.abort(keys)
 
 
 class RecordingActors(Recording):
-    """Keeps the last batch on its way to the actors."""
-
     def __init__(self, pool: ActorPool) -> None:
         super().__init__(pool)
         self.batch = TrainBatch(version=0, minibatches=(), order=())
@@ -81,7 +76,8 @@ class RecordingActors(Recording):
 
 
 def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
-    """Runs on an engine's actor, in a thread next to its event loop: returns the seconds for these groups at once."""
+    """Runs on an engine's actor, in a thread next to its event loop: returns the seconds to generate all these
+    groups."""
 
     async def generate() -> float:
         began = time.monotonic()
@@ -97,21 +93,18 @@ def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
 
 
 async def engines_alone(engines: Engines, requests: Sequence[Request], timeout_s: float) -> float:
-    """Returns the seconds of the slowest engine for its share of the requests."""
     shares = [requests[i :: len(engines.workers)] for i in range(len(engines.workers))]
     refs = [w.__ray_call__.remote(engine_alone, share) for w, share in zip(engines.workers, shares, strict=True)]
     return max(await wait(refs, timeout_s, "the engines alone", "rollout.timeout_s"))
 
 
 async def bare_update(ranks: Sequence[Any], batch: TrainBatch, cfg: Config) -> float:
-    """Returns the seconds of the slowest rank."""
     works = split_batch(batch, len(ranks), cfg.actor.max_tokens_per_gpu)
     refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
     return max(await wait(refs, cfg.actor.timeout_s, "the bare update", "actor.timeout_s"))
 
 
 async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]:
-    """Returns one row of seconds and sizes per step; the first steps warm up and are left out."""
     rows: list[dict[str, float]] = []
     async with workers(cfg) as (pools, prompts):
         assert isinstance(pools.rollouts, Engines)
@@ -135,7 +128,6 @@ async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]
 
 
 def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, float]:
-    """Returns what the table shows of one step."""
     row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in SECONDS[:6]}
     row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
     row |= {name: metrics[f"perf/{name}"] for name in (*SPEEDS, "goodput")}
@@ -143,7 +135,6 @@ def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, fl
 
 
 def report(shape: str, rows: Sequence[dict[str, float]]) -> list[str]:
-    """Returns a row of the table: medians over the steps."""
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return [
         f"{shape} (mean {median['mean']:.0f} tokens, longest {median['max']:.0f})",
@@ -154,7 +145,6 @@ def report(shape: str, rows: Sequence[dict[str, float]]) -> list[str]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a line per step and a table with a row per shape."""
     shapes = LENGTHS if given.shape == "both" else [given.shape]
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,7 @@
-"""Measures whole weight syncs, from pausing the engines to their going on, and the bytes of the model per second.
-
-Real actor ranks and engines with random weights; the transports take turns in one run, so that noise of a shared
-machine hits all of them. The first sync of each turn connects both ends and is not counted. The vocabulary is tiny.
-"""
+"""Measures whole weight syncs, from pausing the engines to resuming them: seconds, and bytes of the model per second.
+Uses real actor ranks and engines with random weights and a tiny vocabulary. The transports alternate in one run, so
+that noise of a shared machine affects all of them. The first sync of each turn sets up the connections and is not
+counted."""
 
 import argparse
 import asyncio
@@ -32,7 +31,7 @@ LENGTH = 64  # tokens of prompt and response; nothing is generated
 
 
 def to_config(options: argparse.Namespace, path: str) -> Config:
-    """Returns what the pools are started with. Raises ValueError for options that do not go together."""
+    """Returns the configuration of the pools. Raises ValueError for options that do not go together."""
     cfg = Config()
     cfg.model.path = path
     cfg.model.dtype = "bfloat16" if options.device == "cuda" else "float32"
@@ -51,7 +50,6 @@ def to_config(options: argparse.Namespace, path: str) -> Config:
 
 
 async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int) -> dict[str, list[float]]:
-    """Returns the seconds of each counted sync by transport."""
     seconds: dict[str, list[float]] = {transport: [] for transport in transports}
     with cluster(cfg):
         device = device_of(cfg)
@@ -77,7 +75,6 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
 
 
 def run(given: argparse.Namespace) -> None:
-    """Makes the model, measures, prints a table with a row per transport."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(make_random_model(Path(folder) / "model", **SYNC_SHAPES[given.shape]))
         cfg = to_config(given, path)

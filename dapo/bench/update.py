@@ -1,4 +1,4 @@
-"""Measures updates by FSDP ranks on CPU against a loop written by hand (`hand_loop.py`), same tokens, in turn."""
+"""Measures updates by FSDP ranks on CPU against a hand-written loop (`hand_loop.py`), on the same tokens."""
 
 import argparse
 import asyncio
@@ -34,14 +34,14 @@ SIZES = {
 
 
 def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[int]:
-    """Returns tokens per response. short: 20 to 60, as a worked sum. long: geometric, mean 110, cut at the limit."""
+    """Returns tokens per response. short: 20 to 60, as a worked sum. long: geometric, mean 110, up to the limit."""
     count = cfg.data.train_batch_size * cfg.rollout.n
     drawn = rng.integers(20, 61, count) if shape == "short" else rng.geometric(1 / 110, count)
     return [min(int(length), cfg.data.max_response_length) for length in drawn]
 
 
 def batch_of(shape: str, cfg: Config, prompt: int = 0) -> TrainBatch:
-    """Returns one update of one optimizer step on random tokens. prompt: tokens of that of each group; 0: 10 to 20."""
+    """Returns one update of one optimizer step on random tokens. prompt: tokens of each group's prompt; 0: 10 to 20."""
     rng = np.random.default_rng(0)
     responses, n = response_lengths(shape, cfg, rng), cfg.rollout.n
     prompts = [prompt or int(rng.integers(10, 21)) for _ in range(cfg.data.train_batch_size)]
@@ -53,8 +53,8 @@ def batch_of(shape: str, cfg: Config, prompt: int = 0) -> TrainBatch:
 
 
 async def bench_update(batch: TrainBatch, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
-    """Returns the seconds of one update in turn, without `WARM_UP` rounds before: as the trainer waits for it, Ray
-    included; of the slowest rank, within its process; and of the slowest process of the loop, likewise."""
+    """Returns three times in seconds per round, without the `WARM_UP` rounds. They are: the update as the trainer waits
+    for it, with Ray; the slowest rank within its process; the slowest process of the hand-written loop."""
     remote: Any = ray.remote(HandWrittenRank)
     rounds = []
     with cluster(cfg):
@@ -80,7 +80,6 @@ async def bench_update(batch: TrainBatch, cfg: Config, repeats: int) -> list[tup
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints a table with a row per shape."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         random_model = make_random_model(Path(folder) / "random")  # its positions suffice for the long shape
@@ -99,5 +98,4 @@ def run(given: argparse.Namespace) -> None:
 
 
 def spread(ratios: Sequence[float]) -> list[str]:
-    """Returns the median of the pairs' ratios, and smallest to largest."""
     return [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}"]

@@ -1,1 +1,1 @@
-"""Compares runs: results with intervals, differences of configuration, curves."""
+"""Compares runs: results with confidence intervals, configuration differences, curves."""

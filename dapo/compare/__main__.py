@@ -1,7 +1,5 @@
-"""Runs the command line: `python -m dapo.compare RUN RUN ...`.
-
-It reads the files of runs, whether they go on or not, and starts neither Ray nor torch.
-"""
+"""Command line: `python -m dapo.compare RUN RUN ...`. It only reads files, also of a running run, without Ray or
+torch."""
 
 import argparse
 import json
@@ -18,7 +16,6 @@ AGAINST = ("step", "tokens", "seconds")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser."""
     program = argparse.ArgumentParser(prog="python -m dapo.compare", description="Lays runs side by side.")
     program.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     program.add_argument("--png", type=Path, metavar="FILE", help="draw the curves over steps, tokens and seconds")
@@ -27,7 +24,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(runs: Sequence[Run], as_json: bool) -> str:
-    """Returns what is printed."""
     found = [results(run) for run in runs]
     first = runs[0].problems[-1] if runs[0].problems else {}
     gains = [{}, *[differences(first, run.problems[-1]) if run.problems else {} for run in runs[1:]]]
@@ -42,7 +38,7 @@ def compare(runs: Sequence[Run], as_json: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the comparison, and draws it where that is asked."""
+    """Prints the comparison, and draws it with `--png`."""
     given = parser().parse_args(arguments)
     try:
         runs = [read_run(folder, label) for folder, label in zip(given.runs, labels(given.runs), strict=True)]

@@ -1,7 +1,4 @@
-"""Lays results of runs side by side: a column per run, `-` for what a run lacks.
-
-In: `Results` and configurations. Out: Markdown tables, and the same for JSON.
-"""
+"""Side-by-side results of runs as Markdown or JSON: a column per run, `-` for a missing value."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +34,8 @@ ROWS: tuple[Row, ...] = (
 
 
 def results_table(found: Sequence[Results], gains: Gains) -> str:
-    """Returns the table of results; in brackets 95 % intervals: of held-out accuracies over problems, of those of drawn
-    groups over steps. gains: problem by problem."""
+    """Returns the table of results, with 95 % confidence intervals in brackets. Intervals of held-out accuracies are
+    over problems, those of sampled groups over steps. gains: paired by problem."""
     rows = [
         *[(name, [cell(run) for run in found]) for name, cell in ROWS[:1]],
         *_accuracies(HELD_OUT, [{one.set: one for one in run.held_out} for run in found]),
@@ -50,7 +47,6 @@ def results_table(found: Sequence[Results], gains: Gains) -> str:
 
 
 def _accuracies(measure: str, by_set: Sequence[Mapping[str, Accuracy]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields three rows per set that a run has."""
     parts: tuple[tuple[str, Callable[[Accuracy], Point]], ...] = (
         ("first", lambda one: one.first),
         ("last", lambda one: one.last),
@@ -69,8 +65,8 @@ def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
 
 
 def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the keys that are not the same in all runs, each with the value in each. A key that a run lacks has its
-    default; of paths only the last part counts."""
+    """Returns the keys that differ between runs, each with its value in every run. A key that a run lacks has its
+    default; of paths only the last part is compared."""
     each = [values(_without_folders(config)) for config in configs]
     rows = {key: [one[key] for one in each] for key in each[0] if key not in LEFT_OUT}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
@@ -85,7 +81,6 @@ def _without_folders(value: Any) -> Any:
 
 
 def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:
-    """Returns the table of configurations."""
     rows = [[key, *map(_word, values)] for key, values in found.items()]
     return table(["key", *names], rows)
 
@@ -96,7 +91,6 @@ def _word(value: Any) -> str:
 
 
 def comparison(found: Sequence[Results], gains: Gains, differing: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Returns all of it for JSON."""
     names = [run.name for run in found]
     return {
         "runs": [

@@ -1,5 +1,3 @@
-"""Holds what can be set, and how it is checked before any worker starts; imports no torch, no transformers and no
-Ray.
-"""
+"""The configuration: its keys, and checks of it before any worker starts. Imports no torch, transformers or Ray."""
 
 from dapo.config.schema import Config as Config

@@ -1,7 +1,7 @@
 """Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`.
 
-In: the fields of the configuration and the experiments' files. Out: tables of key, default, meaning, allowed values,
-and verl's and TRL's names.
+Reads the configuration's fields and the experiment files; prints tables of key, default, meaning, allowed values, and
+the corresponding names in verl and TRL.
 """
 
 import dataclasses
@@ -36,12 +36,10 @@ TABLE = "| key | default | meaning | values | verl | TRL |\n|---|---|---|---|---
 
 
 def main() -> None:
-    """Prints the reference."""
     print(reference(), end="")
 
 
 def reference() -> str:
-    """Returns the whole document."""
     lines = [HEADER, *(f"| `{name}` | {_cell(_first_words(name))} |" for name in experiments())]
     for section, kind in typing.get_type_hints(PlannedConfig).items():
         lines += ["", f"## `{section}`", "", "\n".join(_sections(kind)).rstrip(), "", TABLE]
@@ -50,14 +48,13 @@ def reference() -> str:
 
 
 def _first_words(experiment: str) -> str:
-    """Returns the first sentence of the comment at the head of an experiment's file."""
     text = (config_dir() / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in text[1:] if line.startswith("#"))
     return re.split(r"(?<!Dr)(?<!Eq)\.(?: |$)", comment)[0]
 
 
 def _sections(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yields what the classes of a section and of the sections in it say."""
+    """Yields the docstrings of a section's class and of its nested sections."""
     said = " ".join((kind.__doc__ or "").split())
     yield f"- `{prefix[:-1]}`: {said}" if prefix else f"{said}\n"
     for name, inner in typing.get_type_hints(kind).items():

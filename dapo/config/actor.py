@@ -1,6 +1,6 @@
-"""Declares the sections `model`, `actor` and `weight_sync`: what is trained, how, and how it reaches the engines.
+"""The sections `model`, `actor` and `weight_sync`: what is trained, how, and how weights reach the engines.
 
-Token budgets are per rank and in tokens; durations are in seconds (`_s`), sizes in bytes (`_bytes`).
+Token budgets are tokens per rank; durations are in seconds (`_s`), sizes in bytes (`_bytes`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
 )
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 OFFLOADS = ("none", "host", "phase")
-BY_SWITCH = {"True": "host", "False": "none"}  # what `true` and `false` mean, which were its values
+BY_SWITCH = {"True": "host", "False": "none"}  # `true` and `false`, the values of earlier versions
 TRANSPORTS = ("auto", "broadcast", "ipc")
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))  # of verl's names
 

@@ -1,7 +1,5 @@
-"""Declares the section `algorithm`: advantage, loss, KL penalty, correction for older policies.
-
-Every default is the paper's (arXiv 2503.14476); what the paper does without is off.
-"""
+"""The section `algorithm`: advantage, loss, KL penalty, correction for older policies. Defaults are the paper's (arXiv
+2503.14476); everything that the paper does not use is off."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Checks the composed configuration before any worker starts: what no field can know by itself."""
+"""Checks of the composed configuration across fields, before any worker starts."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ WHOLE_ENGINE_ARGS = (
 
 
 def validate(cfg: Config, *, trains: bool = True) -> None:
-    """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
+    """Raises ValueError with one line per problem. trains: whether there are actor ranks, not only engines."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
         _engine_numbers,
@@ -56,14 +56,14 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         judge,
     ]
     if any(_engine_numbers(cfg)):
-        checks = checks[:2]  # the others reckon with these numbers
+        checks = checks[:2]  # the other checks compute with these numbers
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def doubts(cfg: Config) -> Iterator[str]:
-    """Yields what can be meant and seldom is."""
+    """Yields warnings about settings that are valid but probably wrong."""
     low, high = cfg.algorithm.clip_ratio_low, cfg.algorithm.clip_ratio_high
     if low > high:
         yield (
@@ -73,7 +73,7 @@ def doubts(cfg: Config) -> Iterator[str]:
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
-    """Refuses to cut the distribution off: the actors compute all of it, and the engines would report other
+    """Refuses truncated sampling: the actors compute the whole distribution; engines would report other
     probabilities."""
     if cfg.rollout.top_p < 1:
         yield f"`rollout.top_p` ({cfg.rollout.top_p}) must be 1.0 in training (`eval.top_p` may be lower)"
@@ -104,7 +104,6 @@ def _batch_shapes(cfg: Config) -> Iterator[str]:
 
 
 def _halves(cfg: Config) -> Iterator[str]:
-    """Reports a half run without what the other half would give it."""
     folder = cfg.data.batches
     if (cfg.trainer.only == "train") != bool(folder):
         yield (
@@ -119,7 +118,7 @@ def _halves(cfg: Config) -> Iterator[str]:
 
 
 def _warmup(cfg: Config) -> Iterator[str]:
-    """Refuses a warm-up that would not take place: transformers' `constant` has none, verl's has."""
+    """Refuses a warm-up without effect: transformers' `constant` schedule has none, unlike verl's."""
     optim = cfg.actor.optim
     if optim.lr_scheduler == "constant" and optim.lr_warmup_steps > 0:
         yield (
@@ -146,7 +145,7 @@ def _lengths(cfg: Config) -> Iterator[str]:
 
 
 def _greedy(cfg: Config) -> Iterator[str]:
-    """Refuses to pay for many answers that are one."""
+    """Refuses several samples per problem at temperature 0: they would all be the same."""
     held_out = cfg.data.val_files or any(source.val_files for source in cfg.data.sources)
     if held_out and cfg.eval.temperature == 0 and cfg.eval.n > 1:
         yield (
@@ -156,7 +155,7 @@ def _greedy(cfg: Config) -> Iterator[str]:
 
 
 def _engine_numbers(cfg: Config) -> Iterator[str]:
-    """Requires numbers where dapo reckons with what vLLM takes as it is."""
+    """Checks the vLLM arguments that dapo itself computes with."""
     for name in filter(cfg.rollout.vllm.__contains__, WHOLE_ENGINE_ARGS):
         value = cfg.rollout.vllm[name]
         if value is None and not name.endswith("parallel_size"):  # vLLM's default
@@ -169,9 +168,9 @@ def _engine_numbers(cfg: Config) -> Iterator[str]:
 
 
 def _engine_args(cfg: Config) -> Iterator[str]:
-    # Of speculation `decoding` tells.
+    # `decoding` checks the arguments for speculation.
     yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS)
-    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`dapo.derived`)
+    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # float32 never runs on GPUs (`dapo.derived`)
     device = "cpu" if cpu else cfg.trainer.device
     yield from batches(cfg, device)
     yield from stages(cfg, device)

@@ -1,7 +1,7 @@
-"""Makes a checked `Config` from overrides, with Hydra's compose API; the entry point lets `hydra.main` compose.
+"""Makes a checked `Config` from command-line overrides with Hydra's compose API (the entry point uses `hydra.main`).
 
-In: the arguments after the program's name. Out: a `Config`, or a ValueError for a person that names every problem.
-Overrides are checked before Hydra sees them: Hydra names an unknown key but not the one meant, and adds a trace.
+Overrides are checked before Hydra sees them: Hydra reports an unknown key without the nearest valid one, and with a
+traceback.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
 from dapo.config.sources import SourceConfig
 
-FLAGS = (  # Hydra's; argparse takes their beginnings too
+FLAGS = (  # Hydra's; argparse also accepts their prefixes
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
 )
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # then experiments are a person's own
+OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # with these, experiments are user-defined
 _PARTS = re.compile(r"""("[^"]*"|'[^']*'|:\s+|\s+|[\[\]{},"'])|((?:[^\[\]{},"':\s]|:(?!\s)|\s+(?![\s\[\]{},"']))+)""")
-_ODD = re.compile(r"[^\w\s./:$%+@?|-]", re.ASCII)  # what a text holds that needs quotes
-REPLACED = ("data.val_files",)  # a list or a mapping: OmegaConf merges neither into the other
+_ODD = re.compile(r"[^\w\s./:$%+@?|-]", re.ASCII)  # characters that need quotes
+REPLACED = ("data.val_files",)  # a list or a mapping; OmegaConf cannot merge one into the other
 EXAMPLES: dict[Any, str] = {  # items of lists, and mappings by their keys
     "logging.wandb": "logging.wandb.project=NAME",
     "logging.mlflow": "logging.mlflow.tracking_uri=URL",
@@ -47,25 +47,25 @@ EXAMPLES: dict[Any, str] = {  # items of lists, and mappings by their keys
     SourceConfig: "{name: mine, files: [mine.parquet]}",
 }
 
-# Experiments may hold what `dapo.plan` assumes of their machines; `to_config` leaves it out for a run.
+# Experiments may contain the `plan` section; `to_config` removes it for a run.
 ConfigStore.instance().store(name="dapo_schema", node=PlannedConfig)
 
 
 def compose(
     overrides: Sequence[str], experiment: str | None = None, *, plan: bool = False, trains: bool = True
 ) -> Config:
-    """Returns the checked configuration of a run with these arguments, `+experiment=EXPERIMENT` before them.
+    """Returns the checked configuration for these overrides, with `+experiment=EXPERIMENT` first.
 
-    plan: a `PlannedConfig`, whose keys the arguments may set too. trains: as for `dapo.config.checks.validate`. Raises
-    ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
+    plan: return a `PlannedConfig`; overrides may then set `plan` keys. trains: as for `dapo.config.checks.validate`.
+    Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
     return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan, trains=trains)
 
 
 def _composed(overrides: list[str]) -> DictConfig:
-    """Returns what Hydra makes of the overrides: values that only replace others go into a copy of the experiment's
-    tree, which Hydra takes ten times as long to make again. Raises ValueError with its words where it refuses one."""
+    """Composes the overrides. Overrides that only replace values go into a copy of the cached experiment tree, ten
+    times faster than composing with Hydra. Raises ValueError with Hydra's message where it refuses one."""
     chosen = tuple(override for override in overrides if override.startswith("+experiment="))
     parsed = OverridesParser.create().parse_overrides([one for one in overrides if one not in chosen])
     if not all(_replaces(override) for override in parsed):
@@ -81,7 +81,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def _replaces(override: Override) -> bool:
-    """Returns whether nothing but the value of a key is another: neither what is composed nor what keys there are."""
+    """Whether an override only changes a value: not which files are composed, nor which keys exist."""
     name, kind = override.key_or_group, override.type
     known = override.package is None and (name in known_keys(plan=True) or is_open(name))
     return known and kind in (OverrideType.CHANGE, OverrideType.FORCE_ADD) and not override.is_sweep_override()
@@ -89,7 +89,7 @@ def _replaces(override: Override) -> bool:
 
 @functools.cache
 def _experiment(chosen: tuple[str, ...]) -> DictConfig:
-    """Returns the tree of an experiment, or of none, for copies."""
+    """The result is cached; callers must copy it."""
     return _by_hydra(list(chosen))
 
 
@@ -102,8 +102,8 @@ def _by_hydra(overrides: list[str]) -> DictConfig:
 
 
 def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
-    """Returns the typed configuration, checked. Raises ValueError where a value is missing, has the wrong type, or is
-    one that `dapo.config.checks` refuses."""
+    """Returns the typed, checked configuration. Raises ValueError where a value is missing, has the wrong type, or is
+    refused by `dapo.config.checks`."""
     if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
         tree.data.train_files = []
     try:
@@ -120,7 +120,7 @@ def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> C
 
 
 def half_flags(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with the flags for half a run as the keys that they stand for.
+    """Replaces `--rollout-only` and `--train-only=FOLDER` by the keys that they stand for.
 
     >>> half_flags(["--train-only=run/batches", "trainer.seed=1"])
     ['trainer.only=train', 'data.batches=run/batches', 'trainer.seed=1']
@@ -138,9 +138,9 @@ def half_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
-    """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key, and
-    the flags for half a run become keys. Raises ValueError for unknown experiments and keys, with the nearest existing
-    name, for values of a wrong type, and for more than one experiment."""
+    """Returns the arguments for Hydra. Adds the `++` that Hydra requires for a new key such as an engine argument, and
+    replaces the flags of `half_flags`. Raises ValueError for unknown experiments and keys (with the nearest existing
+    name), values of a wrong type, and more than one experiment."""
     arguments = half_flags(arguments)
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
     many = any(argument in ("-m", "--multirun") for argument in arguments)
@@ -180,12 +180,12 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     if problems:
         raise ValueError("\n".join(problems))
     if not own_configs and any(override.startswith("~") for override in overrides):
-        _composed(overrides)  # only Hydra knows whether an experiment has what is to be removed
+        _composed(overrides)  # only Hydra knows whether the experiment has the key to remove
     return _at_one_place(checked)
 
 
 def _at_one_place(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with all overrides where the first stands: argparse takes them nowhere else."""
+    """Moves all overrides to the position of the first: argparse does not accept them at several positions."""
     parts: tuple[list[str], ...] = ([], [], [])
     before = ""
     for argument in arguments:
@@ -196,8 +196,8 @@ def _at_one_place(arguments: Sequence[str]) -> list[str]:
 
 
 def check_shown(arguments: Sequence[str]) -> None:
-    """Raises ValueError where what Hydra has printed for `--cfg job` is no configuration of a run; of other flags too,
-    such as a person's own files, nothing is known here. arguments: from `checked_overrides`."""
+    """Raises ValueError where the configuration printed by `--cfg job` is not valid for a run. With any other flag,
+    such as `--config-dir`, nothing is checked. arguments: from `checked_overrides`."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags == ["--cfg"] and (at := arguments.index("--cfg")) + 1 < len(arguments):
         to_config(_composed([*arguments[:at], *arguments[at + 2 :]]))
@@ -205,12 +205,12 @@ def check_shown(arguments: Sequence[str]) -> None:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Returns the tree that values are tried on, for copies: to make it takes five times as long as to copy it."""
+    """Callers must copy it, which is five times faster than building it."""
     return OmegaConf.structured(PlannedConfig)
 
 
 def _for_hydra(argument: str, override: Override) -> str:
-    """Lets a new key of an open section stand without `++`, and a key that exists with `+`."""
+    """Adds `++` to a key of an open section, and removes `+` from a key that exists."""
     name = override.key_or_group
     if is_open(name) or name in OPEN:
         return argument if override.is_delete() else f"++{argument.lstrip('+')}"
@@ -218,7 +218,6 @@ def _for_hydra(argument: str, override: Override) -> str:
 
 
 def _not_a_flag(argument: str, plan: bool) -> Iterator[str]:
-    """Finds `--key=value`, argparse's spelling."""
     option, equals, value = argument.partition("=")
     if not argument.startswith("--") or any(flag.startswith(option) for flag in FLAGS):
         return
@@ -235,8 +234,7 @@ def _unreadable(argument: str, error: Exception, plan: bool) -> str:
 
 
 def _quoted(argument: str) -> str:
-    """Returns how to write an argument whose value has characters that Hydra reads otherwise: its texts in quotes, and
-    all of it in the shell's; empty where that would not help."""
+    """Returns the argument quoted for Hydra and the shell, for the end of a message; empty if quoting does not help."""
     key, _, value = argument.partition("=")
     parts = [mark or (f'"{text}"' if _ODD.search(text) else text) for mark, text in _PARTS.findall(value)]
     for quoted in ("".join(parts), f'"{value}"'):
@@ -254,7 +252,7 @@ def _unknown_experiment(name: str) -> Iterator[str]:
 
 
 def _problems(override: Override, tree: DictConfig, *, plan: bool, many: bool) -> Iterator[str]:
-    """Yields what is wrong. tree: takes the value, as Hydra's will. many: a sweep over several values is wanted."""
+    """Yields an override's problems. tree: receives the value, like Hydra's tree. many: `--multirun` is given."""
     name = override.key_or_group
     if name not in known_keys(plan) and not is_open(name):
         yield f"unknown key `{name}`; {hint(name, plan)}"
@@ -272,8 +270,7 @@ def _problems(override: Override, tree: DictConfig, *, plan: bool, many: bool) -
 
 
 def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str]:
-    """Yields what is wrong, of mappings and of lists of them for each item. above: what leads to `tree`, where that is
-    an item's."""
+    """Yields type errors, for each item of mappings and of lists of mappings. above: prefix of `tree`'s keys."""
     try:
         OmegaConf.update(tree, name, value)
         return
@@ -281,7 +278,7 @@ def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str
         error = caught
     shown = f"{above}{name}"
     known = re.sub(r"\[\d+\]", ITEM, shown)
-    members = typing.get_args(_kinds().get(known.rpartition(".")[0]))  # of a mapping from names to values
+    members = typing.get_args(_kinds().get(known.rpartition(".")[0]))  # type arguments of the mapping that contains it
     kind = _kinds().get(known, members[-1] if members else dict)
     of = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
     if isinstance(value, dict) and known not in _kinds() and known in known_keys(plan=True):
@@ -311,5 +308,4 @@ def _told(value: Any) -> str:
 
 @functools.cache
 def _kinds() -> dict[str, Any]:
-    """Returns the type of each key that is no section."""
     return {one.name: one.kind for one in keys(PlannedConfig)}

@@ -1,10 +1,10 @@
-"""Knows the arithmetic of devices: the name that torch gives one in, FLOP/s out; vLLM's arguments in, GPUs out."""
+"""Peak FLOP/s by device name, and GPUs per engine from vLLM's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# FLOP/s of dense bfloat16 products, by words in the name that torch gives a device; from the maker's data sheets, where
-# "with sparsity" is halved. The first that fits counts: H100's other builds come before H100.
+# Dense bfloat16 FLOP/s by words in torch's device name, from vendor data sheets ("with sparsity" figures halved). The
+# first match counts: variants of the H100 come before H100.
 PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -24,11 +24,11 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: str) -> float | None:
-    """Returns the FLOP/s of a device by its name, as `PEAK_FLOPS` has them; None where it is not known."""
+    """Returns the FLOP/s from `PEAK_FLOPS` for torch's name of a device; None if unknown."""
     words = f" {device.replace('-', ' ')} "
     return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
-    """Counts one engine's GPUs, and its worker processes: tensor times pipeline parallel size of vLLM's arguments."""
+    """Returns the GPUs, and worker processes, of one engine: tensor times pipeline parallel size."""
     return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))

@@ -1,7 +1,5 @@
-"""Says what stands here for the keys of verl and TRL that have no counterpart of the same meaning.
-
-In: a key of theirs. Out: words for the end of an error. Keys with a counterpart name it at its field (`verl`, `trl`).
-"""
+"""Hints for verl and TRL keys without an equivalent here. Keys with an equivalent are named at its field (`verl`,
+`trl`)."""
 
 from fnmatch import fnmatchcase
 
@@ -18,7 +16,7 @@ _SCHEDULE = "`actor.optim.lr_scheduler` and `actor.optim.lr_scheduler_kwargs` sa
 _GREEDY = "training always samples, and evaluation does unless `eval.temperature` is 0; leave it out"
 _UPDATES = "`trainer.total_steps` counts updates, not epochs"
 
-VERL = {  # shell patterns; the first that fits counts
+VERL = {  # shell patterns; the first match counts
     "data.prompt_key": _COLUMNS,
     "data.reward_fn_key": _COLUMNS,
     "data.truncation": _DROPPED,
@@ -106,7 +104,7 @@ TRL = {
 
 
 def instead(name: str) -> str:
-    """Returns what to do here for the key `name` of another system, empty where it is none of these."""
+    """Returns the hint for another system's key, for the end of an error message; empty if the key is not listed."""
     for system, words in (("verl", VERL), ("TRL", TRL)):
         for pattern, said in words.items():
             if fnmatchcase(name, pattern):

@@ -1,8 +1,7 @@
-"""Makes the fields of the configuration: default, meaning, allowed values, and the names that verl and TRL have for the
-same.
+"""Functions that declare the configuration's fields: default, meaning, allowed values, and the names in verl and TRL.
 
-In: one call per key in the dataclasses of `dapo.config`. Out: `keys`, all of them with what was said of them, for the
-command line and config/README.md; and `problems`, every value of a configuration that is not allowed.
+`keys` lists all keys with these properties for the command line and config/README.md; `problems` lists the values of a
+configuration that are not allowed.
 """
 
 import copy
@@ -13,10 +12,10 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-ABOUT = "about"  # in a field's metadata, which OmegaConf leaves alone
-MISSING = "???"  # OmegaConf's mark of a value that the person must give
-ITEM = "[]"  # in a name: any item of a list
-TYPES: dict[Any, str] = {  # in words that follow `must be`
+ABOUT = "about"  # key in a field's metadata, which OmegaConf ignores
+MISSING = "???"  # OmegaConf's mark of a value that the user must give
+ITEM = "[]"  # in a key's name: any item of a list
+TYPES: dict[Any, str] = {  # text that follows `must be`
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -24,15 +23,15 @@ TYPES: dict[Any, str] = {  # in words that follow `must be`
     list: "a list, such as [a, b]",
     dict: "a mapping, such as {a: 1}",
 }
-OWN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")  # a function in a file of a person's own
+OWN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")  # a user-defined function
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 LABEL, VALUE = re.compile(rf"(?:{_WORD}/)?{_WORD}"), re.compile(_WORD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """Holds what a field says of itself. values: the allowed ones in words that follow `must be`, empty for all of its
-    type; holds: the same as a test. verl, trl: their names, with a comma between several."""
+    """Description of a field. values: the allowed values as text that follows `must be`; empty: all values of its type.
+    holds: the same as a test. verl, trl: the names there, separated by commas."""
 
     text: str
     values: str = ""
@@ -43,8 +42,6 @@ class About:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Holds a key with its dotted name, its type and the default of its type's class."""
-
     name: str
     kind: Any
     default: Any
@@ -52,7 +49,6 @@ class Key:
 
 
 def key(default: Any, text: str, **about: Any) -> Any:
-    """Returns a field; `about` as in `About`."""
     metadata = {ABOUT: About(text=text, **about)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -60,28 +56,25 @@ def key(default: Any, text: str, **about: Any) -> Any:
 
 
 def positive(default: float, text: str, also: str = "", **names: str) -> Any:
-    """Returns a field for a finite number above 0. also: added to the words of its range."""
+    """Field for a finite number above 0. also: text appended to the allowed range."""
     return key(default, text, values=f"greater than 0{also}", holds=lambda value: 0 < value < math.inf, **names)
 
 
 def at_least(least: int, default: float, text: str, also: str = "", **names: str) -> Any:
-    """Returns a field for a finite number from `least` on."""
     words = f"at least {least}" if least else "0 or more"
     return key(default, text, values=f"{words}{also}", holds=lambda value: least <= value < math.inf, **names)
 
 
 def share(default: float, text: str, also: str = "", **names: str) -> Any:
-    """Returns a field for a part of a whole, in (0, 1]."""
     return key(default, text, values=f"above 0 and at most 1{also}", holds=lambda value: 0 < value <= 1, **names)
 
 
 def one_of(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
-    """Returns a field for one of `choices`."""
     return key(default, text, values=f"one of {', '.join(choices)}", holds=lambda value: value in choices, **names)
 
 
 def one_of_or_own(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
-    """Returns a field for one of `choices`, or for a function in a person's own file (`dapo.own`)."""
+    """Field for one of `choices`, or for a user-defined function in a file (`dapo.own`)."""
     return key(
         default,
         text,
@@ -92,7 +85,7 @@ def one_of_or_own(choices: Sequence[str], default: str, text: str, **names: str)
 
 
 def own(text: str, **names: str) -> Any:
-    """Returns a field for a function in a person's own file; empty: the built-in one."""
+    """Field for a user-defined function in a file; empty: the built-in one."""
     return key(
         "",
         text,
@@ -103,7 +96,7 @@ def own(text: str, **names: str) -> Any:
 
 
 def node_labels(what: str) -> Any:
-    """Returns a field for labels that nodes of a Ray cluster must have. what: runs there."""
+    """Field for labels that Ray nodes must have. what: the role that runs there."""
     return key(
         {},
         f"labels, as `ray start --labels` or Ray itself gives them, that a node must have for {what}: "
@@ -114,12 +107,11 @@ def node_labels(what: str) -> Any:
 
 
 def section(kind: type) -> Any:
-    """Returns a field that holds a section with its defaults."""
     return dataclasses.field(default_factory=kind)
 
 
 def keys(kind: Any, prefix: str = "") -> Iterator[Key]:
-    """Yields every key of the dataclass `kind` and its sections in their order, items of lists of sections included."""
+    """Yields every key of the dataclass `kind` and its sections in order, also those of items of lists of sections."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name, of = f"{prefix}{field.name}", hints[field.name]
@@ -135,7 +127,7 @@ def keys(kind: Any, prefix: str = "") -> Iterator[Key]:
 
 
 def problems(cfg: Any, prefix: str = "") -> Iterator[str]:
-    """Yields one line per value of `cfg` that its field does not allow, with key, value and what is allowed."""
+    """Yields one line per value of `cfg` that its field does not allow, with key, value and allowed values."""
     for field in dataclasses.fields(cfg):
         name, value = f"{prefix}{field.name}", getattr(cfg, field.name)
         if dataclasses.is_dataclass(value):

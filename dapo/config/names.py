@@ -1,7 +1,4 @@
-"""Finds the nearest name that exists for one that does not: keys, experiments, other systems' names, vLLM's arguments.
-
-In: a name that a person wrote. Out: words for the end of an error.
-"""
+"""Suggests the nearest existing name for an unknown one: keys, experiments, other systems' names, vLLM's arguments."""
 
 import difflib
 import functools
@@ -17,15 +14,14 @@ from dapo.config.plan import PlanConfig
 from dapo.config.schema import Config
 
 ENGINE = "rollout.vllm"
-PLAN = "plan"  # the section of `dapo.plan` alone
+PLAN = "plan"  # section used only by `dapo.plan`
 JUDGE = "reward.judge.engine.vllm"
-# Below these any key is taken.
+# Mappings that accept any key.
 OPEN = tuple(one.name for one in keys(Config) if typing.get_origin(one.kind) is dict and ITEM not in one.name)
 
 
 @functools.cache
 def known_keys(plan: bool = False) -> tuple[str, ...]:
-    """Returns every dotted key of a run's configuration, sections included. plan: those of `dapo.plan` too."""
     names = [one.name for one in keys(Config)]
     names += [one.name for one in keys(PlanConfig, f"{PLAN}.")] if plan else []
     parents = {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
@@ -33,41 +29,40 @@ def known_keys(plan: bool = False) -> tuple[str, ...]:
 
 
 def is_open(name: str) -> bool:
-    """Returns whether `name` lies in a mapping whose keys belong to another library."""
+    """Whether `name` lies in a mapping whose keys belong to another library."""
     return name.startswith(tuple(f"{section}." for section in OPEN))
 
 
 def experiments() -> list[str]:
-    """Returns the names for `+experiment=`."""
     folder = config_dir() / "experiment"
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
 @functools.cache
 def _elsewhere() -> dict[str, list[tuple[str, str]]]:
-    """Returns, for each name in verl or TRL, the system and our key."""
+    """Returns, for each name in verl or TRL, pairs of the system and our key."""
     found: dict[str, list[tuple[str, str]]] = {}
     for one in keys(Config):
         for system, names in (("verl", one.about.verl), ("TRL", one.about.trl)):
-            for name in names.split(", "):  # an expression is never found
+            for name in names.split(", "):  # an expression (`a / b`) never matches
                 if ITEM not in one.name and name:
                     found.setdefault(name, []).append((system, one.name))
     return found
 
 
 def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
-    """Returns the words `did you mean ...?` for the nearest of `known`, empty where none is near."""
+    """Returns "did you mean ...?" for the nearest of `known`; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean `{near[0]}`?" if near else ""
 
 
 def hint(name: str, plan: bool = False) -> str:
-    """Returns what to write in place of the unknown key `name`; plan: as in `known_keys`."""
+    """Returns what to write instead of the unknown key `name`. plan: as in `known_keys`."""
     return next(filter(None, _hints(name, known_keys(plan))), "config/README.md lists all keys")
 
 
 def _within(name: str) -> str:
-    """Returns the words for a key of a mapping that another system passes on to vLLM, as we do."""
+    """Returns the hint for a key inside a mapping that another system also passes to vLLM."""
     for dot in re.finditer(r"\.", name):
         for system, ours in _elsewhere().get(name[: dot.start()], ()):
             if ours in OPEN:

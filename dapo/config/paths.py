@@ -1,8 +1,6 @@
-"""Finds models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
+"""Resolves models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
 
-In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
-the value and the nearest name that exists. `data_parts` and `checked_data` are for data sets, which may name a split;
-`output_path` is for what a run writes, `not_on_hub` for a name that could not be read.
+Returns absolute paths, or hub names unchanged. Errors name the key, the value and the nearest existing name.
 """
 
 import difflib
@@ -12,19 +10,19 @@ from pathlib import Path
 
 PKG_SCHEME = "pkg://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_COLON = re.compile(r":(?!//)(?![^\[]*\])")  # neither that of pkg:// nor that of train[:100]
-JOB_FILES = ("runtime_resources", "working_dir_files")  # of Ray: above its copy of the folder that a job takes along
+_COLON = re.compile(r":(?!//)(?![^\[]*\])")  # neither the colon of pkg:// nor that of train[:100]
+JOB_FILES = ("runtime_resources", "working_dir_files")  # Ray's parent folders of a job's working_dir copy
 
 
 def resolve_path(value: str) -> str:
-    """Returns `pkg://PACKAGE/NAME` and existing local paths as absolute paths; anything else as it is (a hub name)."""
+    """Returns `pkg://PACKAGE/NAME` and existing local paths as absolute paths; anything else (a hub name) unchanged."""
     path = _local_path(value)
     return str(path.absolute()) if path is not None and path.exists() else value
 
 
 def checked_path(value: str, *, key: str) -> str:
-    """Returns what `resolve_path` does, but a value that can only mean a local path must exist. key: the configuration
-    key named in the error. Raises ValueError with the nearest name that does exist."""
+    """Like `resolve_path`, but a value that can only be a local path must exist. key: named in the error. Raises
+    ValueError with the nearest existing name."""
     resolved = resolve_path(value)
     if resolved != value or Path(value).exists() or not _looks_local(value):
         return resolved
@@ -45,8 +43,8 @@ def checked_path(value: str, *, key: str) -> str:
 
 
 def data_parts(value: str) -> tuple[str, str, str]:
-    """Returns file, folder or hub name, configuration and split of NAME, NAME:SPLIT or NAME:CONFIG:SPLIT; "" where
-    there is none. What exists as a whole is a name."""
+    """Splits NAME, NAME:SPLIT or NAME:CONFIG:SPLIT into (name, configuration, split), with "" for missing parts. If the
+    whole value exists as a path, it is the name."""
     name, *rest = _COLON.split(value)
     if not rest or len(rest) > 2 or Path(resolve_path(value)).exists():
         return value, "", ""
@@ -54,17 +52,18 @@ def data_parts(value: str) -> tuple[str, str, str]:
 
 
 def checked_data(value: str, *, key: str) -> str:
-    """Returns what `checked_path` does, also for FOLDER:SPLIT and FOLDER:CONFIG:SPLIT. Raises ValueError as it does."""
+    """Like `checked_path`, also for FOLDER:SPLIT and FOLDER:CONFIG:SPLIT."""
     name, *_ = data_parts(value)
     whole = name == value or Path(resolve_path(name)).is_file()  # a file has no splits
     return checked_path(value, key=key) if whole else checked_path(name, key=key) + value.removeprefix(name)
 
 
 def _nearest(name: str, folder: Path) -> str:
-    """Returns the name in `folder` that is nearest to `name`, that of the same number first; empty where none is."""
+    """Returns the nearest name in `folder`, preferring one that differs only in leading zeros; empty if none is
+    near."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
-    except OSError:  # it is not there, or may not be read
+    except OSError:  # missing or not readable
         return ""
     same = [one for one in names if _without_zeros(one) == _without_zeros(name)]
     return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.4)), "")
@@ -75,8 +74,8 @@ def _without_zeros(name: str) -> str:
 
 
 def not_on_hub(key: str, name: str, error: Exception | None, what: str = "directory") -> tuple[str, str]:
-    """Returns what is wrong with a name that is nothing here, and the remedy. error: raised where it was read. what: it
-    would be."""
+    """Returns problem and remedy for a name found neither here nor on the hub. error: from reading it. what: expected
+    kind."""
     from huggingface_hub import constants
 
     here = f"`{key}` ({name}): {'' if '/' in name else f'no such {what} in {Path.cwd()}, and '}"
@@ -94,8 +93,8 @@ def not_on_hub(key: str, name: str, error: Exception | None, what: str = "direct
 
 
 def output_path(value: str) -> Path:
-    """Returns `trainer.output_dir` as an absolute path. Raises ValueError for an address of other storage, and where it
-    lies in Ray's copy of the folder that a job took along: the copy goes with the cluster."""
+    """Returns `trainer.output_dir` as an absolute path. Raises ValueError for a URL, and for a path in Ray's copy of
+    the job's working directory, which is deleted with the cluster."""
     _refuse_scheme(value, "trainer.output_dir")
     path = Path(value).expanduser().absolute()
     if JOB_FILES in zip(path.parts, path.parts[1:], strict=False):
@@ -108,7 +107,7 @@ def output_path(value: str) -> Path:
 
 
 def _refuse_scheme(value: str, key: str) -> None:
-    """Raises ValueError for s3://... and the like, which would be a folder `s3:` here."""
+    """Raises ValueError for URLs such as s3://..., which would become a local folder `s3:`."""
     if _SCHEME.match(value) and (key == "trainer.output_dir" or not value.startswith(PKG_SCHEME)):
         raise ValueError(
             f"`{key}` ({value}) is no local path, and files are read and written as local ones alone; give the path at "
@@ -117,13 +116,12 @@ def _refuse_scheme(value: str, key: str) -> None:
 
 
 def _local_path(value: str) -> Path | None:
-    """Returns the path that `value` would be, existing or not; None when its package does not exist."""
     if not value.startswith(PKG_SCHEME):
         return Path(value).expanduser()
     package, _, name = value.removeprefix(PKG_SCHEME).partition("/")
     try:
         return Path(str(importlib.resources.files(package))) / name
-    except (ImportError, TypeError, ValueError):  # the last two: no name of a package
+    except (ImportError, TypeError, ValueError):  # TypeError, ValueError: not a package name
         return None
 
 

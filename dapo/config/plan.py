@@ -1,4 +1,4 @@
-"""Declares the section `plan`: what `python -m dapo.plan` assumes. It is no part of a run's configuration."""
+"""The section `plan`: the assumptions of `python -m dapo.plan`. It is not part of a run's configuration."""
 
 from dataclasses import dataclass
 

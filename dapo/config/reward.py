@@ -1,7 +1,5 @@
-"""Declares the section `reward`: functions, their limits, a reward model, the overlong rules (section 3.4).
-
-In: nothing. Out: dataclasses whose defaults are the paper's, with the soft overlong punishment (Eq. 13) switched on.
-"""
+"""The section `reward`: functions, their limits, a reward model, the overlong rules (section 3.4). Defaults are the
+paper's, with the soft overlong punishment (Eq. 13) on."""
 
 import math
 from dataclasses import dataclass
@@ -132,7 +130,7 @@ class JudgeConfig:
     engine: JudgeEngineConfig = section(JudgeEngineConfig)
     prompt: str = key(JUDGE_PROMPT, "what it is asked; {prompt}, {response} and {ground_truth} are filled in")
     pattern: str = key(
-        # In bold letters too; of 1/10, 1% or 0,5 no part is the score.
+        # Accepts bold text. Does not accept a part of 1/10, 1% or 0,5 as the score.
         r"Score:\s*[*_]*\s*(-?[0-9]+(?:\.[0-9]+)?)(?!\s*%)(?!\s*/(?!\s*1\b))(?![.,]?[0-9])",
         "regular expression; the first group of its last match is the score",
     )
@@ -149,7 +147,7 @@ class JudgeConfig:
 
 
 def _overlong(key: str) -> str:
-    """Returns verl's names, the present one first."""
+    """Returns verl's names of a key, the current one first."""
     kwargs = f"reward_kwargs.overlong_buffer_cfg.{key}"
     return f"reward.{kwargs}, reward_model.{kwargs}, reward_model.overlong_buffer.{key}"
 

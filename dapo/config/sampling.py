@@ -1,6 +1,6 @@
-"""Declares the sections `data`, `rollout`, `eval` and `filter_groups`: what is sampled, and what is kept.
+"""The sections `data`, `rollout`, `eval` and `filter_groups`: what is sampled, and what is kept.
 
-Lengths are in tokens of the model's tokenizer. The defaults are those of the paper's run (arXiv 2503.14476, section 4).
+Lengths are in tokens of the model's tokenizer. Defaults are those of the paper's run (arXiv 2503.14476, section 4).
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
-TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM takes
+TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM accepts
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
-# What transformers' `apply_chat_template` takes and no template reads, or dapo itself gives.
+# Arguments of transformers' `apply_chat_template` that no template reads, or that dapo sets itself.
 OWN_TEMPLATE_KWARGS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-MAX_SAMPLES = 1000  # per held-out problem: there are more subsets of more samples than a float can count
+MAX_SAMPLES = 1000  # per held-out problem: with more, the number of subsets overflows a float
 
 
 def _are_files(value: Any) -> bool:
@@ -29,7 +29,7 @@ def _are_files(value: Any) -> bool:
 
 
 def _are_sets(value: Any) -> bool:
-    """Returns whether the value is a list of files, a mapping from names to a file or a list of files, or nothing."""
+    """Whether the value is a list of files, a mapping from names to a file or a list of files, or None."""
     if not isinstance(value, dict):
         return value is None or _are_files(value)
     named = all(isinstance(name, str) and SET_NAME.fullmatch(name) for name in value)
@@ -69,7 +69,7 @@ class DataConfig:
         trl="chat_template_kwargs",
     )
     val_files: Any = key(
-        None,  # a list would not give way to a mapping
+        None,  # a mapping cannot replace a list
         "files of held-out prompts, one set, or several sets with names of their own: "
         "data.val_files={aime: a.parquet, gsm8k: [b.jsonl]}; empty: no evaluation",
         values="a list of files, or a mapping from names (letters, digits, `_.-`, neither train nor eval) to a file or "

@@ -1,5 +1,5 @@
-"""Declares the limits of a program that a model wrote: what one run of it may use, and which libraries it finds.
-What it can reach besides is the sandbox's business (dapo/sandbox/README.md)."""
+"""Limits of one run of a program that a model wrote, and the libraries it may import. dapo/sandbox/README.md describes
+what else the sandbox allows."""
 
 from dataclasses import dataclass
 

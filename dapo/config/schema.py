@@ -1,4 +1,4 @@
-"""Declares the tree of the configuration, and its smallest sections; each default and its meaning stand at one field.
+"""The configuration tree and its smallest sections. Each default and its meaning are declared at one field.
 
 Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.config.checks` checks the result
 before any worker starts. config/README.md lists every key. Durations end in `_s`, sizes in `_bytes` or `_tokens`.
@@ -18,11 +18,10 @@ RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
 MAX_SEED = (1 << 32) - 1  # numpy's
 COLOCATIONS = ("none", "memory", "time", "lend")
-BY_SWITCH = {"True": "memory", "False": "none"}  # what `true` and `false` mean, which were its values
-# Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches
-# but make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and
-# 2^24, 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
-# float32 gradient of the weight costs little next to the products.
+BY_SWITCH = {"True": "memory", "False": "none"}  # `true` and `false`, the values of earlier versions
+# Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks fit the caches,
+# but their matrix products are slow: one thread takes 4.9, 4.4, 4.8 s with 2^24, 2^25, 2^26 elements (440 tokens,
+# hidden size 896, vocabulary 152k). A GPU needs enough rows that adding to the float32 weight gradient costs little.
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 

@@ -1,5 +1,5 @@
-"""Declares one entry of `data.sources`: files of its own, and what is particular to their problems. The
-defaults are those of a run without sources."""
+"""One entry of `data.sources`: its files, and settings for their problems. Defaults are those of a run without
+sources."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dapo.config.fields import MISSING, at_least, key, one_of, positive
 from dapo.config.reward import RewardFunctionConfig
 
 FORMATS = ("auto", "verl", "trl", "gsm8k", "qa", "math")
-SET_NAME = re.compile(r"[\w.-]+")  # it becomes a part of names of metrics
+SET_NAME = re.compile(r"[\w.-]+")  # used in names of metrics
 
 
 @dataclass(slots=True)

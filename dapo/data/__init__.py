@@ -1,1 +1,1 @@
-"""Turns rows of data files into prompts, and prompts into an order of draws."""
+"""Loads data files as prompts and decides the order in which prompts are drawn."""

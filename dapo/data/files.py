@@ -1,9 +1,5 @@
-"""Reads rows of data files, a few thousand at a time, whatever their kind and columns.
-
-In: a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library. Out: `Chunk`s in the
-columns of DAPO-Math-17k (`dapo.data.layouts`); what stands in them is checked by `dapo.data.prompts`. What cannot be
-read is an error naming the file.
-"""
+"""Reads data files in chunks of a few thousand rows, with the columns of DAPO-Math-17k (`dapo.data.layouts`).
+`dapo.data.prompts` checks the values."""
 
 import json
 import sys
@@ -21,16 +17,16 @@ from dapo.data.layouts import MEDIA, SCHEMA, VERL, VERL_COLUMNS, Layout, Reading
 from dapo.data.values import shown
 
 COLUMNS = (*VERL_COLUMNS, "extra_info", *MEDIA)
-PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
-CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
-MEDIA_ROWS = 64  # of files with pictures, which may take megabytes each
-SAVED = "state.json"  # in a folder that `save_to_disk` of the `datasets` library has written
+PAGE_BUFFER = 2**20  # bytes
+CHUNK_ROWS = 8192  # the public DAPO-Math file has 1.8 million rows
+MEDIA_ROWS = 64  # for files with images, which may take megabytes each
+SAVED = "state.json"  # written by `save_to_disk` of the `datasets` library
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Holds some consecutive rows of a file. `rest(i)` gives the other columns of row `first_row + i`, asked only of
-    rows that turn out to be new: converting them all doubles the time for a file that repeats each prompt 100 times."""
+    """Consecutive rows of a file. `rest(i)` returns the other columns of row `first_row + i`. It is called only for
+    rows with a new prompt: converting all rows doubles the time for a file that repeats each prompt 100 times."""
 
     first_row: int
     prompts: list[Any]
@@ -39,8 +35,9 @@ class Chunk:
 
 
 def read_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
-    """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_data` gives it.
-    key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column."""
+    """Yields the rows of a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library, in
+    order. name: from `dapo.config.paths.checked_data`. key: named in errors. Raises ValueError for unreadable or
+    incomplete data."""
     path = Path(name)
     if not path.is_file():
         yield from _hub_chunks(name, key, reading)
@@ -53,9 +50,9 @@ def read_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
 
 
 def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
-    # pyarrow itself, because `datasets` takes 1.4 s to import and writes a copy of the file into its cache.
+    # pyarrow directly, because `datasets` takes 1.4 s to import and copies the file into its cache.
     try:
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # by default it holds all of it
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # default: whole file
             layout, columns = _columns(file.schema_arrow, where, reading)
             batches = file.iter_batches(batch_size=_at_a_time(columns), columns=columns)
             yield from _arrow_chunks((pa.Table.from_batches([batch]) for batch in batches), layout, where, reading)
@@ -69,14 +66,14 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     folder = Path(repository).is_dir()
     if not folder and (unknown := unreachable(repository, "dataset")):
         raise ValueError("; ".join(not_on_hub(key, repository, unknown, "file"))) from unknown
-    import datasets  # here, because only this path needs it and it takes 1.4 s
+    import datasets  # imported here because it takes 1.4 s and only this path needs it
 
     try:
         if (Path(repository) / SAVED).is_file() and not split:
             found = datasets.load_from_disk(repository)
         else:
             found = datasets.load_dataset(repository, config or None, split=split or None)
-    except Exception as error:  # a network, the hub and every kind of data file are behind this call
+    except Exception as error:  # depends on the network, the hub and the file type
         network = "" if folder else " and the network"
         remedy = f"check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT){network}, or give a file"
         if isinstance(error, OSError) and error.filename:
@@ -117,11 +114,10 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
 
 
 def _read(part: pa.Table | pa.ChunkedArray, where: str, first_row: int) -> list[Any]:
-    """Returns the values of some rows. Raises ValueError for a text that is none."""
     try:
         return list(part.to_pylist())
     except UnicodeDecodeError as error:
-        if len(part) > 1:  # which row it is
+        if len(part) > 1:
             for number in range(len(part)):
                 _read(part.slice(number, 1), where, first_row + number)
         raise ValueError(f"{_row(where, first_row)}: a text is not UTF-8 ({error}); write it again as UTF-8") from None
@@ -132,8 +128,8 @@ def _single(number: int, row: dict[str, Any]) -> Chunk:
 
 
 def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
-    """Yields one chunk per row, because each row of a JSON file has columns of its own; the first row's say which
-    layout the file has."""
+    """Yields one chunk per row, because each row of a JSON file has its own columns. The first row decides the
+    layout."""
     format = reading.format
     for number, row in _json_rows(path, where):
         at = _row(where, number)
@@ -145,7 +141,7 @@ def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
 
 
 def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
-    """Yields (row number, value) of a JSON array, or of one value per line, where a row's number is its line's."""
+    """Yields (row number, value) of a JSON array, or (line number, value) of a file with one value per line."""
     at = where
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -167,13 +163,13 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{where} cannot be read as UTF-8 text ({error}); write or copy it again") from error
     except RecursionError as error:
         raise ValueError(f"{at}: its JSON is nested too deeply to be read; flatten or remove the row") from error
-    except ValueError as error:  # of all that it can be, the limit of Python for digits is left
+    except ValueError as error:  # the only remaining cause is Python's limit on digits of an integer
         digits = sys.get_int_max_str_digits()
         raise ValueError(f"{at}: a number has more than {digits} digits; store it as text") from error
 
 
 def _values(text: str) -> Iterator[Any]:
-    """Yields the values of a JSON array one by one, so that what is wrong is known to be in the next. Raises
+    """Yields the values of a JSON array one by one, so that an error is known to be in the next value. Raises
     JSONDecodeError."""
     decode, at = json.JSONDecoder().raw_decode, _next(text, _next(text, 0) + 1)
     more = text[at : at + 1] != "]"
@@ -190,14 +186,13 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _next(text: str, at: int) -> int:
-    """Returns the place of the next character that is no space of JSON."""
     while text[at : at + 1] in (" ", "\n", "\r", "\t"):
         at += 1
     return at
 
 
 def _columns(schema: pa.Schema, where: str, reading: Reading) -> tuple[Layout | None, list[str]]:
-    """Returns the layout of a file, and the columns to read: of another layout than verl's all, for `extra_info`."""
+    """Returns the layout and the columns to read: all, unless it is verl's, because the rest goes into `extra_info`."""
     found = list(schema.names)
     text = "prompt" in found and schema.field("prompt").type in (pa.string(), pa.large_string())
     layout = layout_of(found, reading.format, where, text_prompt=text)

@@ -1,8 +1,5 @@
-"""Remembers how each prompt went: groups that an update used up in, pass rates by prompt out.
-
-The order of the draws (`dapo.data.order`) is decided by it, so it is a part of every checkpoint: `history.parquet`, a
-row per prompt that was visited. The sample store has a table of the same things for people to look at.
-"""
+"""Records the results of each prompt: visits and pass rates, from the groups used by updates. `dapo.data.order` depends
+on it, so every checkpoint contains it as `history.parquet`, one row per visited prompt."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -18,7 +15,7 @@ from dapo.sampling.outcome import ALL_CORRECT
 from dapo.types import Group
 
 FILE = "history.parquet"
-NEWEST = 0.5  # least weight of the newest visit in pass rate and variance: the policy that made older ones is gone
+NEWEST = 0.5  # minimum weight of the newest visit in pass rate and variance: older visits are from older policies
 _SCHEMA = pa.schema(
     {
         "prompt": pa.int64(),
@@ -33,13 +30,10 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptHistory:
-    """Holds one number per prompt, by its id.
-
-    visits: groups used up that could be scored. pass_rate: mean accuracy of the visits, the newer the heavier
-    (`NEWEST`). variance: the same of the variance within a group. solved: last visits in a row that the run's filter
-    calls all correct. last_version: policy version that the update after the last visit started from; -1 without a
-    visit.
-    """
+    """Arrays with one value per prompt, indexed by prompt id. visits: groups used for an update that could be scored.
+    pass_rate: mean accuracy of the visits, newer visits weighted more (`NEWEST`). variance: the same mean of the
+    variance within a group. solved: number of latest consecutive visits that the run's filter classifies as all
+    correct. last_version: policy version from which the update after the last visit started; -1 without a visit."""
 
     visits: NDArray[np.int64]
     pass_rate: NDArray[np.float64]
@@ -49,19 +43,17 @@ class PromptHistory:
 
     @classmethod
     def empty(cls, prompts: int) -> "PromptHistory":
-        """Returns the history of so many prompts that nobody has visited."""
         whole, real = np.zeros(prompts, dtype=np.int64), np.zeros(prompts)
         return cls(
             visits=whole, pass_rate=real, variance=real.copy(), solved=whole.copy(), last_version=np.full(prompts, -1)
         )
 
     def copy(self) -> "PromptHistory":
-        """Returns one that later visits do not change."""
         return deepcopy(self)
 
     def add(self, groups: Sequence[Group], *, version: int, outcome: Callable[[Group], str]) -> None:
-        """Adds the visits of one update, which started from policy `version`, in the order of `groups`. A group that
-        cannot be scored says nothing. outcome: what a group is to the run's filter."""
+        """Adds the visits of one update, which started from policy `version`, in the order of `groups`. Groups that
+        cannot be scored are ignored. outcome: the run's filter's classification of a group."""
         for group in groups:
             accuracies = group.accuracies
             if not accuracies:
@@ -75,14 +67,14 @@ class PromptHistory:
             self.last_version[prompt] = version
 
     def write(self, directory: Path) -> None:
-        """Writes `history.parquet`."""
         visited = np.flatnonzero(self.visits)
         columns = [visited, *(getattr(self, name)[visited] for name in _SCHEMA.names[1:])]
         pq.write_table(pa.table(columns, schema=_SCHEMA), directory / FILE)
 
     @classmethod
     def read(cls, directory: Path, prompts: int) -> "PromptHistory":
-        """Reads what `write` wrote; without a file nobody has visited any. Raises ValueError for anything else."""
+        """Reads what `write` wrote; without a file, returns an empty history. Raises ValueError if the file cannot be
+        read."""
         history, path = cls.empty(prompts), directory / FILE
         if not path.is_file():
             return history

@@ -1,8 +1,6 @@
-"""Knows the columns of public data sets: rows of TRL's, GSM8K's and MATH's in, what stands in verl's columns out.
-
-Which layout a file has is told by the names of its columns (`data.format=auto`) where only one fits. Rows in verl's own
-columns (DAPO-Math-17k) are read as they are, by `dapo.data.files`.
-"""
+"""Converts rows of known data set layouts (TRL, GSM8K, MATH) to verl's columns. With `data.format=auto` the layout
+follows from the column names if only one fits. `dapo.data.files` reads rows that already have verl's columns
+(DAPO-Math-17k) unchanged."""
 
 import json
 import re
@@ -16,11 +14,11 @@ from dapo.rewards.reading.spelling import boxed
 VERL = "verl"
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
-TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
+TRUTHS = ("answer", "ground_truth", "solution")  # the first is the final answer alone
 MARK = "####"  # before GSM8K's final answers
 AUTO = "auto"
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # what a problem may need and no prompt holds
-_KEYS = [re.compile(rf"['\"](?:{names})['\"]\s*:") for names in ("role|from", "content|value")]  # of messages in text
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # not supported in prompts
+_KEYS = [re.compile(rf"['\"](?:{names})['\"]\s*:") for names in ("role|from", "content|value")]  # message keys
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 Row = dict[str, Any]
@@ -28,11 +26,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Says how rows become prompts. Made from `data`, or from an entry of `data.sources`.
-
-    format: as `data.format`. system_prompt: the first message, in place of the rows' own; "": theirs. entry: name of
-    the entry; "" without entries. template_kwargs: `data.chat_template_kwargs`.
-    """
+    """How rows become prompts. Made from `data` or from an entry of `data.sources`. format: as `data.format`.
+    system_prompt: replaces the rows' own system message; "" keeps it. entry: name of the entry; "" without entries.
+    template_kwargs: `data.chat_template_kwargs`."""
 
     format: str = AUTO
     system_prompt: str = ""
@@ -45,10 +41,10 @@ AS_IT_IS = Reading()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Describes a layout. question: the column of the problem. truths: columns of which one at least gives the truth.
-    truth: reads it from a row, or returns None where it is not there, and raises ValueError where it cannot be one;
-    wants: what it looks for, and instead: what to give as `format` where it is not there, for an error. after: the
-    layout that is told by the same columns before it."""
+    """A data set layout. question: the column of the problem. truths: columns of the ground truth, at least one
+    required. truth: reads the ground truth from a row; returns None if it is missing and raises ValueError if it is
+    invalid. wants, instead: for the error if it is missing, what was expected and which `format` to use. after: the
+    layout with the same columns that takes precedence."""
 
     name: str
     question: str
@@ -59,11 +55,10 @@ class Layout:
     after: str = ""
 
     def fits(self, columns: Sequence[str]) -> bool:
-        """Returns whether these columns can be read."""
         return self.question in columns and any(name in columns for name in self.truths)
 
     def _messages(self, text: str, where: str) -> Any:
-        """Returns what a text asks: the messages whose JSON it is, or one message of the user's. Raises ValueError."""
+        """Parses a text that is the JSON of messages; any other text is one user message. Raises ValueError."""
         if not text.lstrip().startswith(("[", "{")) or not all(key.search(text) for key in _KEYS):
             return [{"role": "user", "content": text}]
         try:
@@ -79,8 +74,8 @@ class Layout:
         return f"{self.name} ({self.question}; {' or '.join(self.truths)})"
 
     def converted(self, row: Row, where: str, source: str) -> Row:
-        """Returns a row in verl's columns; the columns that are not read go into `extra_info`. where: the row, for an
-        error. source: its `data_source` where it has none. Raises ValueError."""
+        """Returns a row in verl's columns; unused columns go into `extra_info`. where: the row, for errors. source: the
+        `data_source` of a row without one. Raises ValueError."""
         refuse_media(row, where)
         try:
             truth = self.truth(row)
@@ -99,7 +94,7 @@ class Layout:
             raise ValueError(f"{where}: column `{self.question}` must be text or messages; correct or remove the row")
         read = {self.question, "data_source", *self.truths}
         own = row.get("extra_info") if isinstance(row.get("reward_model"), dict) else None
-        if isinstance(own, dict):  # verl's columns, with a prompt of text
+        if isinstance(own, dict):  # verl's columns, but the prompt is text
             read |= {"reward_model", "extra_info"}
         extra = {name: value for name, value in row.items() if name not in read}
         return {
@@ -111,7 +106,7 @@ class Layout:
 
 
 def refuse_media(row: Row, where: str) -> None:
-    """Raises ValueError where a row has pictures, films or sound; an empty column is harmless. where: as above."""
+    """Raises ValueError if a row has images, video or audio. Empty columns are allowed."""
     for name in MEDIA:
         if row.get(name):
             raise ValueError(
@@ -121,13 +116,11 @@ def refuse_media(row: Row, where: str) -> None:
 
 
 def _says(row: Row, column: str) -> bool:
-    """Returns whether a row has something in a column; a blank text is nothing."""
     value = row.get(column)
     return value is not None and not (isinstance(value, str) and not value.strip())
 
 
 def _text(row: Row, column: str) -> str:
-    """Returns what a column says. Raises ValueError where that cannot be an answer."""
     text = plain_text(row[column])
     if text is None:
         raise ValueError(
@@ -138,8 +131,8 @@ def _text(row: Row, column: str) -> str:
 
 
 def _plain(row: Row) -> str | None:
-    """Returns the first truth there is: of a worked solution its last box or else what it marks, where it has one. That
-    of a `reward_model` in verl's columns comes before all."""
+    """Returns the first ground truth found: `reward_model` in verl's columns first, then `TRUTHS`. Of a worked
+    solution, returns the last box or else the text after the mark, if there is one."""
     model = row.get("reward_model")
     if isinstance(model, dict) and _says(model, "ground_truth"):
         return _text(model, "ground_truth")
@@ -150,7 +143,7 @@ def _plain(row: Row) -> str | None:
     if found := boxed(text):
         return found[-1]
     last = _behind_mark(text)
-    return last if last and "\n" not in last else text  # a heading of Markdown marks no answer
+    return last if last and "\n" not in last else text  # a Markdown heading is not an answer mark
 
 
 def _marked(row: Row) -> str | None:
@@ -185,9 +178,9 @@ LAYOUTS = (
 
 
 def layout_of(columns: Sequence[str], format: str, where: str, *, text_prompt: bool = False) -> Layout | None:
-    """Returns the layout of a file with these columns; None: verl's. format: as `data.format`. where: the file or row,
-    for an error. text_prompt: whether column `prompt` holds text, not messages. Raises ValueError where they fit no
-    layout, several, or not the one named."""
+    """Returns the layout of a file with these columns; None for verl's. where: the file or row, for errors.
+    text_prompt: whether column `prompt` contains text instead of messages. Raises ValueError if the columns fit no
+    layout, several, or not the layout named by `format`."""
     missing = [name for name in VERL_COLUMNS if name not in columns]
     if not missing and format in (AUTO, VERL):
         return LAYOUTS[0] if format == AUTO and text_prompt and LAYOUTS[0].fits(columns) else None

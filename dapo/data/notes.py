@@ -1,8 +1,5 @@
-"""Says what a run survives and a person should know of its tokenizer, its chat template and its data. A run warns of
-it, and `dapo.doctor` tells it.
-
-In: what the run has loaded. Out: one line per thing, with the remedy.
-"""
+"""Yields problems of tokenizer, chat template and data that do not stop a run, one line each, with the remedy. A run
+logs them as warnings, and `dapo.doctor` prints them."""
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,17 +19,16 @@ from dapo.types import HeldOut, Messages, Prompt
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
 QUESTION: Messages = (("user", TEXT),)
-MUCH = 0.1  # of the prompts: a run without them is another one than was meant
-SHORT = 3  # characters; below, a special token may be text
-SLOW = {"math_verify": 200}  # references of which one takes milliseconds
-SAMPLE = 2000  # of the others
+MUCH = 0.1  # share of the prompts that is worth a warning
+SHORT = 3  # characters; a shorter special token may be ordinary text
+SLOW = {"math_verify": 200}  # number of references for slow functions (milliseconds each)
+SAMPLE = 2000  # number of references for the others
 
-# A function, how many truths it was tried on, a line for each that it fails, and for each that stands for no answer.
+# (function, number of ground truths tried, one line per failure, one line per ground truth that is not an answer)
 Judged = tuple[str, int, list[str], list[str]]
 
 
 def of_all(cfg: Config, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[HeldOut]) -> Iterator[str]:
-    """Yields all lines. tokenizer: the model's. prompts: to train on."""
     yield from of_tokenizer(tokenizer, cfg.model.path)
     yield from of_template(tokenizer, cfg.data.chat_template_kwargs)
     yield from of_prompts(prompts, cfg.data.train_batch_size, tokenizer)
@@ -41,8 +37,7 @@ def of_all(cfg: Config, tokenizer: Any, prompts: Sequence[Prompt], held_out: Seq
 
 
 def of_tokenizer(tokenizer: Any, path: str) -> Iterator[str]:
-    """Looks for tokens without a row of the embedding; `dapo.data.tokenizer.check_rows` refuses prompts that have one.
-    path: `model.path`."""
+    """Checks for tokens without an embedding row; `dapo.data.tokenizer.check_rows` rejects prompts that contain one."""
     try:
         rows = text_part(read_config(path)).get("vocab_size")
     except UnknownShape:
@@ -55,8 +50,8 @@ def of_tokenizer(tokenizer: Any, path: str) -> Iterator[str]:
 
 
 def of_template(tokenizer: Any, given: dict[str, Any]) -> Iterator[str]:
-    """Looks whether the chat template opens the model's turn, and for a date. given: `data.chat_template_kwargs`.
-    Raises ValueError where it is none, or leaves out a question."""
+    """Checks whether the chat template opens the model's turn and whether it writes a date. Raises ValueError if there
+    is no template, or if it leaves out a question."""
     check_template(tokenizer, given)
     texts = []
     for day in DAYS:
@@ -77,8 +72,7 @@ def of_template(tokenizer: Any, given: dict[str, Any]) -> Iterator[str]:
 
 
 def of_report(key: str, report: DataReport, longest: int) -> Iterator[str]:
-    """Looks for many prompts that are left out as too long. key: where the files stand in the configuration. longest:
-    `data.max_prompt_length`."""
+    """Checks for many prompts dropped as too long (more than `longest` tokens). key: configuration key of the files."""
     if report.too_long > MUCH * (whole := report.too_long + report.kept):
         yield (
             f"`{key}`: {report.too_long} of {whole} prompts ({report.too_long / whole:.0%}) are longer than "
@@ -87,7 +81,6 @@ def of_report(key: str, report: DataReport, longest: int) -> Iterator[str]:
 
 
 def of_prompts(prompts: Sequence[Prompt], batch: int, tokenizer: Any) -> Iterator[str]:
-    """Looks for too few of them, and for messages with marks of a chat template. batch: `data.train_batch_size`."""
     marks = [mark for mark in tokenizer.all_special_tokens if len(mark) >= SHORT]
     found = [(prompt, mark) for prompt in prompts for _, text in prompt.messages for mark in marks if mark in text]
     if found:
@@ -101,7 +94,6 @@ def of_prompts(prompts: Sequence[Prompt], batch: int, tokenizer: Any) -> Iterato
 
 
 def of_held_out(prompts: Sequence[Prompt], sets: Sequence[HeldOut]) -> Iterator[str]:
-    """Looks for held-out problems among those to train on."""
     train = {prompt.messages for prompt in prompts}
     if known := sum(prompt.messages in train for one in sets for prompt in one.prompts):
         counts = ", ".join(f"{one.name or 'one set'}: {len(one.prompts)}" for one in sets)
@@ -112,7 +104,7 @@ def of_held_out(prompts: Sequence[Prompt], sets: Sequence[HeldOut]) -> Iterator[
 
 
 def of_truths(judged: Iterable[Judged]) -> Iterator[str]:
-    """Looks for ground truths that a ready function of `reward.functions` cannot tell, or that are no answers."""
+    """Checks for ground truths that a ready function of `reward.functions` cannot verify, or that are not answers."""
     for name, looked, wrong, none in judged:
         yield from (f"{name}: {line}" for line in none[:1])
         if wrong:
@@ -124,8 +116,8 @@ def of_truths(judged: Iterable[Judged]) -> Iterator[str]:
 
 
 def judged_truths(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Judged]:
-    """Tries each ready function that compares with ground truths on those of the prompts: each must be right for
-    itself, and wrong for another."""
+    """Runs each ready function that compares with ground truths on those of the prompts: each ground truth must be
+    correct against itself and wrong against another."""
     own = source_functions(cfg.data.sources)
     every = [prompt for prompt in prompts if prompt.entry not in own]
     for name in dict.fromkeys(ready_name(spec.path) for spec in cfg.reward.functions):

@@ -2,11 +2,11 @@
 
     draw k ─▶ its source and its rank there (`dapo.data.shares`) ─▶ a visit of that source's own order ─▶ a prompt
 
-Without a curriculum the visit is the rank, and all of it is a function of k alone. A curriculum
-(`dapo.data.curriculum`) skips visits by what is known of their prompts. Draws run ahead of verdicts, and how far
-depends on timing; so a draw is decided by what the trained policy knows alone: the groups that the updates so far have
-used up. What was decided and not used up when an update ends is decided anew, but for draws that live on (staleness
-above 0), which keep theirs. At staleness 0 the order is so a function of the seed and of the verdicts.
+Without a curriculum the visit is the rank, so the prompt depends only on k. A curriculum (`dapo.data.curriculum`) skips
+visits by the history of their prompts. Draws run ahead of the scores by an amount that depends on timing. To stay
+deterministic, a draw depends only on the groups that the updates so far have used. Draws that were decided but not used
+when an update ends are decided again, except draws still in progress (staleness above 0). At staleness 0 the order is
+therefore a function of the seed and the scores.
 """
 
 import json
@@ -25,42 +25,41 @@ from dapo.sampling.outcome import classifier, classify
 from dapo.types import Draw, Group, Prompt
 
 FILE = "order.json"
-CHANCE = 1  # in a seed: the numbers that visits are skipped by, and not the order of an epoch
+CHANCE = 1  # seed word of the random numbers for skipping, separate from the order of an epoch
 
 
 class Epochs:
-    """Holds one source's own order of visits: `permutation(seed, epoch)[visit % num_prompts]`."""
+    """The order of visits of one source: `permutation(seed, epoch)[visit % num_prompts]`."""
 
     def __init__(self, prompts: NDArray[np.int64], *, seed: int, source: int, shuffle: bool) -> None:
-        """Takes the ids of its prompts. source: its number; the first one's order is that of a run without sources."""
+        """prompts: ids. source: its number; source 0 has the same order as a run without sources."""
         self.prompts = prompts
         self._seed = seed
         self._source = source
         self._shuffle = shuffle
-        self._orders: dict[int, NDArray[np.int64]] = {}  # of the last epochs asked for
+        self._orders: dict[int, NDArray[np.int64]] = {}  # cache of the last epochs
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def places(self, epoch: int) -> NDArray[np.int64]:
-        """Returns for each visit of an epoch the place of its prompt in `prompts`."""
+        """Returns, for each visit of an epoch, the index of its prompt in `prompts`."""
         if not self._shuffle:
             return np.arange(len(self))
         if epoch not in self._orders:
-            # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.
+            # Philox keyed by (seed, epoch): no epoch depends on earlier ones.
             words = [self._seed, epoch, self._source] if self._source else [self._seed, epoch]
             made = _generator(words).permutation(len(self))
             self._orders = {key: order for key, order in self._orders.items() if key == epoch - 1} | {epoch: made}
         return self._orders[epoch]
 
     def prompt(self, visit: int) -> int:
-        """Returns the id of the prompt that a visit is to."""
         epoch, place = divmod(visit, len(self))
         return int(self.prompts[self.places(epoch)[place]])
 
     def standing(self, epoch: int, chances: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns the visits of an epoch that are not skipped, in order. chances: of each prompt, in [0, 1]."""
-        luck = _generator([self._seed, epoch, self._source, CHANCE]).random(len(self))  # of the epoch's visits
+        luck = _generator([self._seed, epoch, self._source, CHANCE]).random(len(self))
         return epoch * len(self) + np.flatnonzero(luck < chances[self.places(epoch)])
 
 
@@ -69,17 +68,16 @@ def _generator(words: list[int]) -> np.random.Generator:
 
 
 class _Window:
-    """Holds the visits of one source that stand, from one visit on, as long as the chances are the same."""
+    """The visits of one source that are not skipped, from one visit on, while the chances do not change."""
 
     def __init__(self, epochs: Epochs, chances: NDArray[np.float64], *, first: int, cursor: int) -> None:
-        """Decides nothing yet. first: rank of its first draw. cursor: visit from which on it takes."""
+        """first: rank of its first draw. cursor: first visit that it may use."""
         self.first, self.cursor, self.chances = first, cursor, chances
         self._epochs = epochs
         self._epoch = cursor // len(epochs)
         self._visits = np.zeros(0, dtype=np.int64)
 
     def visit(self, rank: int) -> int:
-        """Returns the visit of a draw."""
         while len(self._visits) <= rank - self.first:
             more = self._epochs.standing(self._epoch, self.chances)
             self._visits = np.concatenate([self._visits, more[more >= self.cursor]])
@@ -87,14 +85,13 @@ class _Window:
         return int(self._visits[rank - self.first])
 
     def after(self, rank: int) -> int:
-        """Returns the visit after that of the last draw before `rank`."""
         return self.visit(rank - 1) + 1 if rank > self.first else self.cursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderState:
-    """Holds what a curriculum adds to a checkpoint. first: the first draw that the history decides. cursors: of each
-    source, the visit from which on it does. visits: of draws before `first` that have not ended."""
+    """The curriculum's part of a checkpoint. first: the first draw decided by the history. cursors: for each source,
+    the visit from which on the history decides. visits: the visits of draws before `first` that have not ended."""
 
     first: int
     cursors: list[int]
@@ -102,8 +99,6 @@ class OrderState:
 
 
 class PromptOrder:
-    """Decides which prompt a draw visits, and knows the history of the prompts."""
-
     def __init__(
         self,
         prompts: Sequence[Prompt],
@@ -114,8 +109,8 @@ class PromptOrder:
         curriculum: Curriculum | None = None,
         outcome: Callable[[Group], str] = classify,
     ) -> None:
-        """Begins with draw 0. prompts: the position of each is its id. weights: of each source by name
-        (`Prompt.entry`); None: all prompts are of one. outcome: what a group is to the run's filter."""
+        """prompts: the position of each is its id. weights: of each source by name (`Prompt.entry`); None: one source.
+        outcome: the run's filter's classification of a group."""
         self._prompts = prompts
         self._names = list(weights or {"": 1.0})
         self._shares = Shares(list(weights.values()) if weights else [1.0])
@@ -134,7 +129,6 @@ class PromptOrder:
 
     @classmethod
     def of(cls, cfg: Config, prompts: Sequence[Prompt]) -> "PromptOrder":
-        """Makes the order of a run from `data` and `trainer.seed`."""
         outcome, least = classifier(cfg), cfg.filter_groups.min_scored
         return cls(
             prompts,
@@ -146,7 +140,7 @@ class PromptOrder:
         )
 
     def draw(self, index: int) -> Draw:
-        """Returns the visit number `index`, counted from 0 over the whole run."""
+        """Returns draw number `index`, counted from 0 over the whole run."""
         source, rank = self._shares.place(index)
         return Draw(index=index, prompt=self._prompts[self._epochs[source].prompt(self._visit(index, source, rank))])
 
@@ -157,7 +151,6 @@ class PromptOrder:
         return rank if window is None or rank < window.first else window.visit(rank)
 
     def _open(self, state: OrderState, *, version: int) -> None:
-        """Lets the history decide the draws from `state.first` on."""
         self._first, self._visits = state.first, state.visits
         if self._curriculum is None:
             return
@@ -173,8 +166,8 @@ class PromptOrder:
         ]
 
     def learn(self, groups: Sequence[Group], *, live: Iterable[int], settled: int, version: int) -> None:
-        """Takes what the update to policy `version` used up. live: draws that have not ended. settled: the draws from
-        it on are to be decided anew."""
+        """Adds the groups used by the update to policy `version`. live: draws that have not ended. settled: draws from
+        this one on are decided again."""
         if self._curriculum is None:
             self._history.add(groups, version=version - 1, outcome=self._outcome)
             return
@@ -198,8 +191,7 @@ class PromptOrder:
         }
 
     def shares(self) -> NDArray[np.float64]:
-        """Returns the effective share of each prompt, by id: of the draws that are decided by what is known now, the
-        part that is expected to visit it."""
+        """Returns for each prompt id its expected share of the draws, given the current history."""
         found = np.zeros(len(self._prompts))
         for source, epochs in enumerate(self._epochs):
             chances = self._windows[source].chances if self._windows else np.ones(len(epochs))
@@ -207,27 +199,27 @@ class PromptOrder:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the curriculum did in the last step; nothing without one."""
+        """Returns the curriculum metrics of the last step; empty without a curriculum."""
         return self._metrics
 
     def visits_of(self, groups: Sequence[Group]) -> dict[int, int]:
-        """Returns what `know` needs to find the prompts of these groups again; nothing without a curriculum."""
+        """Returns the visits that `know` needs to find the prompts of these groups again; empty without a
+        curriculum."""
         if self._curriculum is None:
             return {}
         return {each.draw.index: self._visit(each.draw.index, *self._shares.place(each.draw.index)) for each in groups}
 
     def know(self, visits: Mapping[int, int]) -> None:
-        """Takes the visits of draws that were decided elsewhere."""
         self._visits = {**self._visits, **visits}
 
     def saved(self) -> "SavedOrder":
-        """Returns what a checkpoint needs, as of now."""
+        """Returns a copy of the state for a checkpoint."""
         cursors = [window.cursor for window in self._windows]
         state = OrderState(first=self._first, cursors=cursors, visits=dict(self._visits))
         return SavedOrder(history=self._history.copy(), state=state if self._windows else None)
 
     def restore(self, directory: Path, *, version: int) -> None:
-        """Goes on as a checkpoint of policy `version` says. Raises ValueError where its files say something else."""
+        """Restores the state from a checkpoint of policy `version`. Raises ValueError if its files are invalid."""
         self._history = PromptHistory.read(directory, len(self._prompts))
         if self._curriculum is not None and (directory / FILE).is_file():
             self._open(_read_state(directory / FILE, len(self._names)), version=version)
@@ -235,13 +227,12 @@ class PromptOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedOrder:
-    """Holds the history and, with a curriculum, what is decided by it. Made by `PromptOrder.saved`."""
+    """The history and, with a curriculum, the order state. Made by `PromptOrder.saved`."""
 
     history: PromptHistory
     state: OrderState | None
 
     def write(self, directory: Path) -> None:
-        """Writes `history.parquet` and, with a curriculum, `order.json`."""
         self.history.write(directory)
         if self.state is not None:
             (directory / FILE).write_text(json.dumps(asdict(self.state)) + "\n", encoding="utf-8")

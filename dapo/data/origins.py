@@ -1,7 +1,4 @@
-"""Says what exactly a run reads: the commit of what comes from the hub, size and date of what lies on a disk.
-
-In: a configuration, after its model and data were read. Out: a line of text per input, by key.
-"""
+"""Records the exact version of each input: the commit for hub repositories; size and date for local files."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +12,7 @@ UNKNOWN = "unknown commit"
 
 
 def origins(cfg: Config) -> dict[str, str]:
-    """Returns what `origin` says of the model, the reward model, the judge and each data file."""
+    """Returns `origin` of each model and data file, by configuration key. Called after they were loaded."""
     models = {
         "model.path": cfg.model.path,
         "reward.model.path": cfg.reward.model.path,
@@ -28,11 +25,9 @@ def origins(cfg: Config) -> dict[str, str]:
 
 
 def origin(name: str, kind: str) -> str:
-    """Returns `OWNER/NAME@COMMIT`, or a local path with its bytes and the time of its newest file.
-
-    kind: "model" or "dataset" on the hub. Of several commits the one that was read last counts, as the hub's cache has
-    it; what went past that cache is asked for, and "unknown commit" where nobody answers.
-    """
+    """Returns `OWNER/NAME@COMMIT`, or a local path with its size in bytes and the time of its newest file. kind:
+    "model" or "dataset" on the hub. If the hub's cache has several commits, the one read last counts. If the cache has
+    none, the hub is queried; without an answer the commit is "unknown commit"."""
     repository, *_ = data_parts(name)
     part = name.removeprefix(repository)
     path = Path(resolve_path(repository))
@@ -54,5 +49,5 @@ def _asked(repository: str, kind: str) -> str:
 
     try:
         return str(HfApi().repo_info(repository, repo_type=kind, timeout=HUB_S).sha)
-    except Exception:  # offline, network, permissions, no such name: whatever the client raises
+    except Exception:  # offline, network, permissions, unknown name
         return ""

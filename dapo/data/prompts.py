@@ -1,8 +1,4 @@
-"""Makes prompts: from rows of data files to tokenized, distinct `Prompt`s.
-
-In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s and a `DataReport`. A bad row is
-an error that names the file, the row and the column.
-"""
+"""Turns rows of data files (`dapo.data.files`) into distinct, tokenized `Prompt`s and a `DataReport`."""
 
 import hashlib
 import json
@@ -21,17 +17,13 @@ from dapo.data.values import refuse_halves, shown
 from dapo.rewards.reading.answer import agree, read_truth
 from dapo.types import Int32Array, Messages, Prompt
 
-MESSAGE_KEYS = frozenset(["role", "content", "name"])  # a name reaches no prompt; without it, it says the same
+MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """Counts what became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct
-    prompts.
-
-    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_counted`. A sum
-    is the report on the rows of both.
-    """
+    """Counts of rows: rows = duplicates + contradictory + too_long + kept; the last three count distinct prompts.
+    contradictory: prompts with ground truths that disagree. Made by `load_counted`. Reports can be added."""
 
     rows: int
     duplicates: int
@@ -45,8 +37,8 @@ class DataReport:
 
 @dataclass(slots=True)
 class _Problem:
-    """Holds a distinct prompt as its first row has it. copies: rows that have it. contradiction: where another ground
-    truth stands, and which."""
+    """A distinct prompt, with the values of its first row. copies: number of rows that have it. contradiction: row and
+    text of a different ground truth, if any."""
 
     where: str
     messages: Messages
@@ -67,16 +59,14 @@ def load_counted(
     reading: Reading = AS_IT_IS,
     today: datetime | None = None,
 ) -> tuple[list[tuple[Prompt, int]], DataReport]:
-    """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template, each with the number
-    of rows that have it.
+    """Returns the distinct prompts of `files` in file order, rendered with the chat template, each with its number of
+    rows.
 
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder or a hub data set, both also with a split,
-    `OWNER/NAME:SPLIT` or `OWNER/NAME:CONFIG:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer
-    prompts are left out.
-    max_contradictory: the share of distinct prompts that may be left out because their ground truths disagree.
-    key: the configuration key to name in errors. reading: how rows become prompts. today: the date for templates that
-    write one; None: the real one.
-    Raises ValueError for bad files, rows, and when no prompt is left.
+    `OWNER/NAME:SPLIT` or `OWNER/NAME:CONFIG:SPLIT`. max_prompt_length: in tokens; longer prompts are dropped.
+    max_contradictory: maximum share of distinct prompts that may be dropped because their ground truths disagree. key:
+    named in errors. today: the date for templates that write one; None: the real date. Raises ValueError for bad files
+    and rows (naming file, row and column), and if no prompt is left.
     """
     check_template(tokenizer, reading.template_kwargs)
     rows, distinct = _distinct(files, key, reading)
@@ -99,7 +89,6 @@ def load_counted(
 
 
 def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, list[_Problem]]:
-    """Returns the number of rows and the distinct prompts, in the order of their first rows."""
     if not files:
         raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
     rows = 0
@@ -117,7 +106,6 @@ def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, li
 
 
 def _without_contradictions(distinct: list[_Problem], allowed: float, key: str) -> list[_Problem]:
-    """Leaves out each prompt with ground truths that disagree: nothing says which of them is right."""
     bad = [problem for problem in distinct if problem.contradiction]
     if len(bad) > allowed * len(distinct):
         raise ValueError(
@@ -140,11 +128,9 @@ def _nothing_left(report: DataReport, lengths: list[int], max_prompt_length: int
 
 
 def fingerprint(prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> str:
-    """Returns 16 hex digits that differ when any prompt, its ground truth, the order of prompts, the chat template, the
-    tokens of its text or what it is given differ, and not when a template writes another date.
-
-    tokenizer: of `transformers`. template_kwargs: `data.chat_template_kwargs`.
-    """
+    """Returns 16 hex digits that change with any prompt, its ground truth, the order of prompts, the chat template, the
+    tokens of the template's text or its arguments (`data.chat_template_kwargs`), but not with the date that a template
+    writes."""
     template = template_text(tokenizer)
     ids = tokenizer(template, add_special_tokens=False, verbose=False)["input_ids"]
     given = [dict(template_kwargs)] if template_kwargs else []
@@ -178,7 +164,7 @@ def _chat_text(tokenizer: Any, problem: _Problem, reading: Reading, today: datet
 
 
 def _refuse_equal(problems: list[_Problem], texts: list[str]) -> None:
-    """Raises ValueError where the template makes the same text of two prompts that differ in more than spaces."""
+    """Raises ValueError if the template renders two prompts that differ in more than white space to the same text."""
     seen: dict[str, _Problem] = {}
     for problem, text in zip(problems, texts, strict=True):
         other = seen.setdefault(text, problem)
@@ -195,7 +181,6 @@ def _spoken(messages: Messages) -> list[tuple[str, list[str]]]:
 
 
 def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:
-    """Checks every row of `chunk` and adds to `seen` those whose messages are new. Raises ValueError."""
     for i, (messages_value, reward_model) in enumerate(zip(chunk.prompts, chunk.reward_models, strict=True)):
         row = f"{where}, row {chunk.first_row + i} (counted from 0)"
         messages = _with_system_prompt(_messages(messages_value, row), system_prompt)
@@ -212,7 +197,7 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], syst
 
 
 def _same(one: str, other: str) -> bool:
-    """Returns whether two ground truths differ in spelling alone, 34 and 34.0, as the reward functions read them."""
+    """Whether two ground truths differ only in spelling (34 and 34.0), as the reward functions read them."""
     return agree(read_truth(one), read_truth(other))
 
 
@@ -241,8 +226,8 @@ def _messages(value: Any, row: str) -> Messages:
 
 
 def _refuse_other_keys(value: Any, row: str) -> None:
-    """Raises ValueError where a message says more than its content, such as the calls of tools; an empty key, as
-    Parquet gives it to all messages of a file, is harmless."""
+    """Raises ValueError if a message has more than role, content and name, such as tool calls. Empty keys, which
+    Parquet adds to all messages of a file, are allowed."""
     for message in value if isinstance(value, list) else ():
         for key in message if isinstance(message, dict) else ():
             if key not in MESSAGE_KEYS and message[key]:

@@ -1,9 +1,5 @@
-"""Says which files a run reads and how, and reads them: `data.train_files` or `data.sources`, and the held-out sets,
-those of `data.val_files` (a list of files is one set, a mapping holds several by name) and of the entries' `val_files`.
-
-In: a configuration and a tokenizer. Out: prompts to train on, whose position is their id, those of each source in one
-piece; held-out sets.
-"""
+"""Lists and loads the data files of a run: `data.train_files` or `data.sources`, and the held-out sets of
+`data.val_files` (a list is one set, a mapping has several by name) and of the entries' `val_files`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +20,7 @@ Told = Callable[[str, DataReport], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """Holds files that are read alike. key: where they stand in the configuration. name: of a held-out set."""
+    """Files that are read the same way. key: configuration key. name: of a held-out set."""
 
     key: str
     name: str = ""
@@ -33,7 +29,6 @@ class Files:
 
 
 def train_files(data: DataConfig) -> Iterator[Files]:
-    """Yields the files of each source."""
     if data.train_files:
         yield Files(key=TRAIN, files=data.train_files, reading=_plain(data))
     for index, source in enumerate(data.sources):
@@ -41,7 +36,7 @@ def train_files(data: DataConfig) -> Iterator[Files]:
 
 
 def held_out_files(data: DataConfig) -> Iterator[Files]:
-    """Yields the files of each held-out set, those of `data.val_files` first; a plain list is one set without a
+    """Yields the files of each held-out set, those of `data.val_files` first. A plain list is one set without a
     name."""
     given = data.val_files or []
     for name, files in given.items() if isinstance(given, dict) else [("", given)] if given else []:
@@ -70,11 +65,9 @@ def _reading(source: SourceConfig, data: DataConfig) -> Reading:
 def load_train(
     cfg: Config, tokenizer: Any, *, today: datetime | None = None, told: Told = lambda key, report: None
 ) -> tuple[list[Prompt], DataReport]:
-    """Returns the prompts, and what became of the rows of all sources together.
-
-    tokenizer, today: as for `dapo.data.prompts.load_counted`. told: called with the key of each source and what became
-    of its rows. Raises ValueError: see there.
-    """
+    """Returns the training prompts (the position of each is its id; those of one source are consecutive) and the total
+    report. told: called with the key and the report of each source. Raises ValueError, as
+    `dapo.data.prompts.load_counted` does."""
     prompts: list[Prompt] = []
     whole = DataReport(rows=0, duplicates=0, contradictory=0, too_long=0, kept=0)
     for one in train_files(cfg.data):
@@ -89,12 +82,9 @@ def load_train(
 def load_held_out(
     cfg: Config, tokenizer: Any, *, today: datetime | None = None, told: Told = lambda key, report: None
 ) -> list[HeldOut]:
-    """Returns the held-out sets in the order of the configuration; options as those of `load_train`.
-
-    Rows that repeat a problem are its samples, as in the published AIME-2024 file, 30 problems of 32 rows each: a
-    problem gets `eval.n` answers, or as many as it has rows where these are more. So the file and its 30 distinct rows
-    ask the same of a model at n 32, and so does the file at n 1.
-    """
+    """Returns the held-out sets in the order of the configuration; arguments as for `load_train`. Rows that repeat a
+    problem are its samples, as in the published AIME-2024 file (30 problems, 32 rows each): a problem gets
+    max(`eval.n`, number of rows) answers."""
     loaded = []
     for one in held_out_files(cfg.data):
         counted, report = _load(one, cfg.data, tokenizer, today)

@@ -1,8 +1,5 @@
-"""Writes messages as the model's chat template does, with what a person gives it beside them.
-
-In: a tokenizer of transformers, messages, `data.chat_template_kwargs`. Out: text. Prompts, evaluation and the turns of
-rollout functions all come from here, so that one model never reads two forms of a conversation.
-"""
+"""Renders messages with the model's chat template and `data.chat_template_kwargs`. Prompts, evaluation and rollout
+functions all use it, so that a model always sees the same format."""
 
 import json
 import re
@@ -16,22 +13,22 @@ from dapo.data.values import shown
 from dapo.types import Messages
 
 KEY = "data.chat_template_kwargs"
-DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
+DATE_FUNCTION = "strftime_now"  # chat templates call it for the date
 
 
 def template_text(tokenizer: Any) -> str:
-    """Returns the text of the chat template, of all where the tokenizer has several by name."""
+    """Returns the text of the chat template; all of them as JSON if the tokenizer has several."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template)
 
 
 def asked(tokenizer: Any, messages: Messages, given: Mapping[str, Any]) -> str:
-    """Returns the text of a prompt, which ends with the beginning of the model's turn. Raises ValueError where the
-    template refuses the messages, or leaves out or changes what one of them says; of an assistant's it may, as thoughts
-    are left out. given: as for `rendered`."""
+    """Returns the text of a prompt, with the beginning of the model's turn at its end. Raises ValueError if the
+    template rejects the messages, or drops or changes the content of one. Assistant messages are exempt: templates may
+    drop their reasoning. given: as for `rendered`."""
     try:
         text = rendered(tokenizer, messages, given)
-    except Exception as error:  # templates are programs of the model's maker and raise what they like
+    except Exception as error:  # a template may raise anything
         raise ValueError(
             f"the chat template of `model.path` refuses the messages ({error}); use the roles that it knows"
         ) from error
@@ -46,7 +43,7 @@ def asked(tokenizer: Any, messages: Messages, given: Mapping[str, Any]) -> str:
 
 
 def check_template(tokenizer: Any, given: Mapping[str, Any]) -> None:
-    """Raises ValueError where there is no chat template, or where it does not read what it is given."""
+    """Raises ValueError if there is no chat template, or if it does not use all of `given`."""
     if tokenizer.chat_template is None:
         raise ValueError(
             "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
@@ -57,14 +54,13 @@ def check_template(tokenizer: Any, given: Mapping[str, Any]) -> None:
 
 
 def rendered(tokenizer: Any, messages: Messages, given: Mapping[str, Any], *, generation: bool = True) -> str:
-    """Returns the text of a conversation. given: `data.chat_template_kwargs`. generation: whether it ends with the
-    beginning of the model's turn. Raises what the template raises: it is a program of the model's maker."""
+    """Returns the text of a conversation. generation: whether to end with the beginning of the model's turn. Raises
+    whatever the template raises."""
     turns = [{"role": role, "content": content} for role, content in messages]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation, **given))
 
 
 def unread(tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each name that the template does not read, which it would pass over in silence."""
     words = sorted(set(re.findall(r"[A-Za-z_]\w*", template_text(tokenizer))))
     for name in given:
         if name not in words:
@@ -74,8 +70,8 @@ def unread(tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def clock_at(today: datetime) -> Iterator[None]:
-    """Has templates write this date: transformers hands no function of a caller's on to them, and asks `datetime` in
-    its own module."""
+    """Makes templates write this date. transformers does not let a caller replace the date function, so this replaces
+    `datetime` in its module."""
     from transformers.utils import chat_template_utils
 
     before = chat_template_utils.datetime

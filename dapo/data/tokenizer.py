@@ -1,5 +1,4 @@
-"""Loads the model's tokenizer on the driver: `model` in, a tokenizer of transformers out, or an error for a person; and
-gets the tokens of many texts from it."""
+"""Loads and checks the model's tokenizer on the driver, and tokenizes texts."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,15 +17,15 @@ TEXT = "What is 12 + 30? Give your reasons; end with 'Answer: N'."
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Returns the tokenizer of `model.path`. Raises ValueError where there is none, where text does not survive it, or
-    where nothing ends a sequence: neither the tokenizer, which engines ask, nor the files from which they take further
-    ends."""
+    """Returns the tokenizer of `model.path`. Raises ValueError if it does not load, if text does not survive encoding
+    and decoding, or if there is no end-of-sequence token in the tokenizer (used by the engines) or in the model's
+    config files."""
     from transformers import AutoTokenizer
 
     path = model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # the files of a model can be wrong in any way
+    except Exception as error:  # broken model files raise many types
         if Path(path).is_dir():
             what, remedy = (
                 f"`model.path` ({path}): no tokenizer: it does not load "
@@ -37,7 +36,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
             what, remedy = not_on_hub("model.path", path, error)
         raise ValueError(f"{what}; {remedy}") from error
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    if not ids:  # transformers makes an empty one where files lack
+    if not ids:  # transformers makes an empty tokenizer if files are missing
         raise ValueError(
             f"`model.path` ({path}): its {type(tokenizer).__name__} makes no tokens of text, as where tokenizer.json "
             "is missing; copy or download the model again"
@@ -57,19 +56,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def _ends(model: ModelConfig) -> bool:
-    """Returns whether the model's own files name a token that ends a sequence."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(model.path).eos_token_id is not None
-    except OSError:  # it has none; then vLLM takes config.json
+    except OSError:  # no generation_config.json: vLLM then uses config.json
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return getattr(config, "eos_token_id", None) is not None
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
-    """Returns the tokens of each text, a part of the texts after the other: of one call a tokenizer holds a hundred
-    bytes for each token. No special tokens are added, for a chat template writes them itself."""
+    """Returns the tokens of each text, in batches: one call takes about a hundred bytes per token. No special tokens
+    are added, because the chat template writes them."""
     found: list[Int32Array] = []
     for start in range(0, len(texts), TEXTS_AT_A_TIME):
         part = list(texts[start : start + TEXTS_AT_A_TIME])
@@ -79,13 +77,13 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Returns the texts of the tokens that a tokenizer takes for control of the context, the longest first."""
+    """Returns the texts of the special tokens, longest first."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 
 
 def spelled_out(special: Sequence[str], text: str) -> str:
-    """Returns a text with a space in each special token: as plain text they open no turn."""
+    """Returns the text with a space inserted in each special token, so that it is tokenized as plain text."""
     for token in special:
         for _ in range(2):  # a token may overlap itself
             if len(token) > 1 and token in text:
@@ -94,7 +92,7 @@ def spelled_out(special: Sequence[str], text: str) -> str:
 
 
 def check_rows(prompts: Iterable[Prompt], path: str) -> None:
-    """Raises ValueError for a prompt with tokens that the embedding of the model has no row for. path: `model.path`."""
+    """Raises ValueError for a prompt with a token that has no row in the model's embedding. path: `model.path`."""
     try:
         rows = text_part(read_config(path)).get("vocab_size")
     except UnknownShape:

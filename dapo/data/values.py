@@ -1,13 +1,12 @@
-"""Reads single values of data files: an answer in, the text that reward functions compare out; any value in, how an
-error shows it; and finds texts that are none."""
+"""Reads single values of data files: answers as text, values for error messages, checks for invalid text."""
 
 from decimal import Decimal
 from typing import Any
 
 
 def plain_text(value: Any) -> str | None:
-    """Returns the text of an answer: a text as it is, a number in plain decimals (1e-05 is 0.00001), of a list with one
-    item that item alike. None for all else, which no answer could equal: other lists, objects, true, NaN."""
+    """Returns the text of an answer: a string unchanged, a number in plain decimals (1e-05 is 0.00001), the item of a
+    list of one. None for everything else (other lists, objects, booleans, NaN), which no answer could equal."""
     if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list):
         value = value[0]
     if isinstance(value, str):
@@ -19,8 +18,8 @@ def plain_text(value: Any) -> str | None:
 
 
 def refuse_halves(text: str, what: str) -> None:
-    """Raises ValueError for half of a surrogate pair, as JSON may write it: no tokenizer and no file takes such a text.
-    what: row and column, for the error."""
+    """Raises ValueError for half of a surrogate pair, which JSON may contain but no tokenizer or file accepts. what:
+    row and column, for the error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -29,7 +28,6 @@ def refuse_halves(text: str, what: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns type and beginning of a value from a file, for an error."""
     try:
         text = repr(value)
     except RecursionError:

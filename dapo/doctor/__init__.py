@@ -1,1 +1,1 @@
-"""Looks at machines, files and settings before a run, and says what is wrong, with the remedy."""
+"""Checks machines, files and settings before a run, and reports problems with remedies."""

@@ -1,11 +1,11 @@
-"""Looks at a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run]`.
+"""Checks a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run]`.
 
     command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
 
-The arguments are those of the run, so that each check looks at its own model, data, directories and sizes; `plan.*`
-says what the planner assumes. Where `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on every node
-of it; else here, without Ray. Nothing is written that stays. Exit status 0, or 1 with a fault.
-With `--run` the process then becomes the run, where there is no fault: one command for launchers that take one.
+Give the same arguments as to the run: each check then uses its model, data, directories and sizes. `plan.*` sets the
+planner's assumptions. If `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on each of its nodes,
+else here without Ray. No files are left behind. Exit status is 0, or 1 with a fault. With `--run`, the process becomes
+the run if there is no fault, for launchers that take a single command.
 """
 
 import json
@@ -29,7 +29,7 @@ WIDTH = max(len(check.name) for check in CHECKS)
 
 
 def line(outcome: Outcome) -> str:
-    """Returns the line of one check, without control characters that a file's name or text may hold."""
+    """Returns the printed line of one check, without control characters from file names or texts."""
     found = outcome.finding
     text = f"{found.found}; {found.remedy}" if found.remedy else found.found
     shown = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
@@ -37,7 +37,6 @@ def line(outcome: Outcome) -> str:
 
 
 def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Returns all of it for a program: level, found and remedy of each check, and what each node said."""
     levels = [outcome.finding.level for outcome in outcomes]
     checks = [
         {
@@ -52,7 +51,6 @@ def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Looks, prints, and ends with 1 where there is a fault; else, where that is asked for, goes on as the run."""
     arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN)]
     if {"-h", "--help"} & set(arguments):
         say(__doc__)
@@ -87,7 +85,7 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
     if not subject.address:
         yield from diagnose(subject, ThisMachine())
         return
-    from dapo.doctor.nodes import RayNodes  # loads Ray
+    from dapo.doctor.nodes import RayNodes  # imports Ray
 
     try:
         nodes = RayNodes(subject.address)

@@ -1,7 +1,4 @@
-"""Makes the cheap checks of the doctor at the start of each run, on the driver, before any worker starts.
-
-In: a run's configuration. Out: nothing, or a ValueError that lists every fault; warnings are told.
-"""
+"""Runs the cheap checks on the driver at the start of each run, before any worker starts."""
 
 from collections.abc import Callable
 
@@ -13,7 +10,7 @@ from dapo.doctor.subject import Subject
 
 
 def check_machine(cfg: Config, warn: Callable[[str], None]) -> None:
-    """Raises ValueError with one line per fault. warn: told one line per warning."""
+    """Raises ValueError with one line per fault. warn: called with one line per warning."""
     faults = []
     for outcome in diagnose(Subject(cfg), ThisMachine(), [check for check in CHECKS if check.cheap]):
         line = f"{outcome.name}: {outcome.finding.found}; {outcome.finding.remedy}"

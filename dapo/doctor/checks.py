@@ -1,7 +1,4 @@
-"""Lists all checks in the order in which they are told, and makes one line of each.
-
-In: a `Subject` and the machines of its run. Out: `Outcome`s, one per check.
-"""
+"""Lists all checks in reporting order, runs them, and merges the nodes' findings."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +13,13 @@ from dapo.doctor.question import question
 from dapo.doctor.subject import Subject
 
 NODE, DRIVER, ALL = "every node", "driver", "all nodes"
-MAX_NODES = 3  # of which a line tells
+MAX_NODES = 3  # named in one line
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Describes one check. where: `NODE` (look takes a `Question`), `DRIVER` (a `Subject`), or `ALL` (a `Subject` and
-    the machines). needs: checks without whose success it cannot look. cheap: whether each run makes it too."""
+    """One check. where: `NODE` (look takes a `Question`), `DRIVER` (a `Subject`), or `ALL` (a `Subject` and the
+    machines). needs: checks that must succeed first. cheap: whether each run makes it too."""
 
     name: str
     where: str
@@ -33,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Holds the line of one check. nodes: what each machine said, of checks that run on every node."""
+    """Result of one check. nodes: the finding of each machine, for checks that run on every node."""
 
     name: str
     finding: Finding
@@ -42,13 +39,12 @@ class Outcome:
 
 
 def all_reduce(subject: Subject, machines: Machines) -> Finding:
-    """Sums a tensor over all machines of the run."""
     device = "cuda" if subject.uses_gpus and machines.gpus() else "cpu"
     count = machines.having_gpus() if device == "cuda" else len(machines.names)
     return judged(machines.all_reduce(device), device, count, subject.cfg.plan.network_bandwidth)
 
 
-CHECKS = (  # what each looks at: README.md
+CHECKS = (  # described in README.md
     Check("python", NODE, software.python, cheap=True),
     Check("packages", NODE, software.packages),
     Check("libraries", NODE, software.libraries, cheap=True),
@@ -80,7 +76,6 @@ CHECKS = (  # what each looks at: README.md
 
 
 def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:
-    """Yields an outcome per check, as soon as it is known."""
     driver, gpus = isinstance(machines, ThisMachine), subject.uses_gpus
     everywhere = 0 if driver else machines.gpus()
     asked = question(subject.cfg, joined=bool(subject.address), driver=driver, gpus=gpus, cluster_gpus=everywhere)
@@ -102,9 +97,9 @@ def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHE
 def _looked(look: Callable[..., Finding], arguments: tuple[Any, ...]) -> Finding:
     try:
         return look(*arguments)
-    except (ValueError, RuntimeError, OSError) as error:  # a sentence with the remedy
+    except (ValueError, RuntimeError, OSError) as error:  # the message includes the remedy
         return fault(str(error), "")
-    except Exception as error:  # the other checks have something to say all the same
+    except Exception as error:  # the other checks still run
         return fault(f"the check failed: {type(error).__name__}: {error}", "")
 
 
@@ -118,7 +113,7 @@ def _finding(answer: Any) -> Finding:
 
 
 def _together(said: dict[str, Finding]) -> Finding:
-    """Makes one line of what the nodes say: the worst, with the names of those that say it."""
+    """Merges the nodes' findings into the worst, with the names of its nodes."""
     if len(said) == 1:
         return next(iter(said.values()))
     level = worst([finding.level for finding in said.values()])

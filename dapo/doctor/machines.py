@@ -1,7 +1,4 @@
-"""Asks the machines of a run: this one in the process, those of a Ray cluster by `dapo.doctor.nodes`.
-
-In: a function and its arguments. Out: its result by machine, or a `Silent` that says why there is none.
-"""
+"""Calls functions on the machines of a run: this process's machine, or a Ray cluster's nodes (`dapo.doctor.nodes`)."""
 
 import json
 import socket
@@ -17,11 +14,11 @@ CPU_RANKS = 2
 
 
 class Silent(str):
-    """Says why a machine gave no answer."""
+    """The reason why a machine gave no answer."""
 
 
 def called(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Returns what `call` gives, or a `Silent`: the class of an exception may not be known where it goes."""
+    """Returns the result of `call`, or a `Silent`: the receiver may not have the exception's class."""
     try:
         return call(*args)
     except Exception as error:
@@ -29,51 +26,41 @@ def called(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class Machines(Protocol):
-    """Answers questions. names: of the machines, the driver's first where it is among them."""
+    """The machines of a run. names: the driver's machine first, if it is among them. Failed calls give a `Silent`."""
 
     names: list[str]
 
-    def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns what `call` gives on one machine, or a `Silent`."""
+    def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any: ...
 
     def ask_all(self, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        """Returns what `call` gives on each, at the same time, or a `Silent`."""
+        """Returns the result of `call`, or a `Silent`, for each machine; calls run in parallel."""
 
-    def gpus(self) -> int:
-        """Counts the GPUs of all."""
+    def gpus(self) -> int: ...
 
     def having_gpus(self) -> int:
-        """Counts the machines that have any."""
+        """Number of machines that have GPUs."""
 
     def all_reduce(self, device: str) -> list[Any]:
-        """Returns what each rank of a ring over all of them measures (`doctor.checked.allreduce`), or a
-        `Silent`; a rank per GPU, without GPUs one per machine, at least two."""
+        """Returns a `Measured` or `Silent` per rank of one ring: a rank per GPU, else per machine, at least two."""
 
 
 class ThisMachine:
-    """Answers for the machine that the process runs on."""
-
     def __init__(self) -> None:
         self.names = ["this machine"]
 
     def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls it here."""
         return called(call, args)
 
     def ask_all(self, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        """Calls it here."""
         return {self.names[0]: called(call, args)}
 
     def gpus(self) -> int:
-        """Counts this machine's."""
         return len(visible_gpus())
 
     def having_gpus(self) -> int:
-        """Counts this one, where it has any."""
         return min(1, self.gpus())
 
     def all_reduce(self, device: str) -> list[Any]:
-        """Starts a process per rank."""
         count = self.gpus() if device == "cuda" else CPU_RANKS
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))

@@ -1,7 +1,5 @@
-"""Asks the nodes of a Ray cluster, one task per node and one per GPU: the only module here that knows Ray.
-
-In: the address of a cluster. Out: `dapo.doctor.machines.Machines` over its nodes.
-"""
+"""Runs checks on the nodes of a Ray cluster, one task per node and one per GPU. The only module of the doctor that
+imports Ray."""
 
 import copy
 import time
@@ -22,14 +20,14 @@ from workers.placing.asked import OWN_GPUS, pools
 from workers.placing.fit import Node, lines, problems
 from workers.training.processes import free_address
 
-ANSWER_S = 120.0  # for a worker process to start and import, beside 60 s of the hub's and nvidia-smi's own deadlines
+ANSWER_S = 120.0  # covers start and imports of a worker process, plus 60 s for the hub's and nvidia-smi's timeouts
 
 
 class RayNodes:
-    """Answers for the nodes that are alive when it is made."""
+    """The nodes that are alive when it is created."""
 
     def __init__(self, address: str) -> None:
-        """Joins the cluster. Raises OSError, ValueError or RuntimeError where there is none, or it refuses."""
+        """Joins the cluster. Raises OSError, ValueError or RuntimeError if there is none, or it refuses."""
         with waiting("Ray to be joined"):
             connect(address, worker_logs=False)
         own = ray.get_runtime_context().get_node_id()
@@ -40,24 +38,20 @@ class RayNodes:
         self.names = [*self._ids]
 
     def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns what `call` gives on a node, or a `Silent`."""
         return _answers([self._start(name, call, args)], ANSWER_S)[0]
 
     def ask_all(self, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        """Returns what `call` gives on each node, or a `Silent`."""
         refs = [self._start(name, call, args) for name in self.names]
         return dict(zip(self.names, _answers(refs, ANSWER_S), strict=True))
 
     def gpus(self) -> int:
-        """Counts the GPUs that Ray knows."""
         return sum(self._gpus.values())
 
     def having_gpus(self) -> int:
-        """Counts the nodes whose GPUs Ray knows."""
         return sum(count > 0 for count in self._gpus.values())
 
     def all_reduce(self, device: str) -> list[Any]:
-        """Starts a task per rank; those on one node see a GPU each."""
+        """Starts one task per rank; each sees one GPU."""
         ranks = [name for name in self.names for _ in range(self._gpus[name] if device == "cuda" else 1)]
         ranks = ranks * CPU_RANKS if len(ranks) == 1 and device == "cpu" else ranks
         if not ranks:
@@ -77,12 +71,11 @@ class RayNodes:
         return remote.options(scheduling_strategy=there, **options).remote(call, args)
 
     def close(self) -> None:
-        """Leaves the cluster."""
         leave()
 
 
 def fitting(cfg: Config, machines: Machines) -> str:
-    """Returns what the roles ask of the nodes' GPUs, and what is there. Raises ValueError where it does not fit."""
+    """Returns the roles' GPU requests and the available GPUs, as text. Raises ValueError if they do not fit."""
     gpus, many = machines.gpus(), float("inf")
     there = nodes() if isinstance(machines, RayNodes) else [Node(gpus, many, gpus, many, {})]
     half = copy.deepcopy(cfg)
@@ -94,7 +87,7 @@ def fitting(cfg: Config, machines: Machines) -> str:
 
 
 def _answers(refs: list[Any], limit_s: float) -> list[Any]:
-    """Returns results in order; a `Silent` for each that failed, or did not come in time and is given up."""
+    """Returns results in order, a `Silent` for each that failed or missed the deadline; late tasks are cancelled."""
     deadline = time.monotonic() + limit_s
     found: list[Any] = []
     for ref in refs:
@@ -104,7 +97,7 @@ def _answers(refs: list[Any], limit_s: float) -> list[Any]:
             with suppress(ray.exceptions.RayError):
                 ray.cancel(ref, force=True)
             found.append(Silent(f"no answer within {limit_s:g} s"))
-        except Exception as error:  # the node is gone, has no dapo, has another one: whatever Ray makes of it
+        except Exception as error:  # the node is lost, or has no or another dapo: many types
             lines = str(error).strip().splitlines() or [type(error).__name__]
             found.append(Silent(lines[-1].strip()))
     return found

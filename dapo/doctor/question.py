@@ -1,7 +1,4 @@
-"""Holds what a node is asked: the few settings of a run that its checks need, small enough to travel.
-
-In: the run's configuration on the driver. Out: a `Question`, the same for every node.
-"""
+"""The settings of a run that the checks on nodes need, small enough to send."""
 
 import importlib.metadata
 import re
@@ -16,19 +13,19 @@ from dapo.data.sources import held_out_files, train_files
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION
 
-LOCKS = (Path(__file__).resolve().parents[2] / "docker", Path.cwd() / "docker")  # a checkout, or a job's copy of it
+LOCKS = (Path(__file__).resolve().parents[2] / "docker", Path.cwd() / "docker")  # a checkout, or a job's copy of one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """Holds what a node's checks compare with.
+    """What a node's checks compare with; the same for every node.
 
-    joined: whether the node belongs to a Ray cluster that runs already. driver: whether the process that looks is the
-    driver's, and not one of Ray's on a node. python: the driver's version. lock: the name of
-    `pins`, empty without one. pins: versions by package. models: paths or hub names by key. files: paths on the
-    driver by key: code that every node runs. data: the same, which the driver alone reads. sizes: bytes of the files in
-    a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs. shares: whether ranks
-    hand weights to engines in memory of a GPU. cluster_gpus: GPUs of all nodes of a cluster.
+    joined: whether the node belongs to a running Ray cluster. driver: whether the checks run in the driver's process,
+    not in a Ray worker. python: the driver's version. lock: name of the lock file, empty without one. pins: its
+    versions by package. models: paths or hub names by key. files: paths of code that every node runs, by key. data:
+    paths of data that only the driver reads, by key. sizes: bytes of the files in each local model's directory, on the
+    driver. gpus: whether the run computes on GPUs. shares: whether ranks hand weights to engines in GPU memory.
+    cluster_gpus: GPUs of all nodes.
     """
 
     joined: bool
@@ -46,7 +43,6 @@ class Question:
 
 
 def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool, cluster_gpus: int = 0) -> Question:
-    """Returns what the nodes of a run are asked. gpus: whether it computes on GPUs."""
     models = {"model.path": resolve_path(cfg.model.path)}
     beside = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
     models |= {key: resolve_path(path) for key, path in beside.items() if path}
@@ -78,13 +74,12 @@ def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool, cluster_gpu
 
 
 def _data(cfg: Config) -> dict[str, str]:
-    """Returns local data files by key; hub names are not among them."""
     found = {}
     for one in (*train_files(cfg.data), *held_out_files(cfg.data)):
         for index, name in enumerate(one.files):
             try:
                 path, *_ = data_parts(checked_data(name, key=one.key))
-            except ValueError:  # what loads the data says it better
+            except ValueError:  # loading the data reports it better
                 continue
             if Path(path).exists():
                 found[f"{one.key}[{index}]"] = path
@@ -92,13 +87,12 @@ def _data(cfg: Config) -> dict[str, str]:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Returns the bytes of each file that lies in a folder, by name."""
+    """Returns bytes by file name, not recursive."""
     return {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
 
 
 def locked() -> tuple[str, dict[str, str]]:
-    """Returns the name of the lock that this environment is made from, and its versions by package; empty without
-    one."""
+    """Returns the name of this environment's lock file, and its versions by package; empty if not found."""
     name = "gpu.lock" if _version("vllm") else "cpu.lock"
     for folder in LOCKS:
         if (folder / name).is_file():

@@ -1,7 +1,4 @@
-"""Holds the run that is looked at, and loads its model's shape, tokenizer and data once, when a check first asks.
-
-In: a configuration. Out: what the checks of it share.
-"""
+"""The run to check. Loads its model's shape, tokenizer and data once, on first use."""
 
 import os
 from dataclasses import fields, replace
@@ -23,7 +20,7 @@ from dapo.types import HeldOut, Prompt
 
 
 class Subject:
-    """Holds one run. cfg: checked; without the planner's assumptions the default ones count."""
+    """cfg: a checked configuration; a plain `Config` gets the default `plan` section."""
 
     def __init__(self, cfg: Config) -> None:
         given = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
@@ -31,18 +28,16 @@ class Subject:
 
     @property
     def address(self) -> str:
-        """Returns the Ray cluster that the run joins; empty where it starts one of its own."""
+        """The Ray cluster that the run joins; empty if it starts its own."""
         address = self.cfg.trainer.ray_address or os.environ.get("RAY_ADDRESS", "")
         return "" if address == "local" else address
 
     @property
     def uses_gpus(self) -> bool:
-        """Returns whether the run computes on GPUs, as the planner decides it."""
         return device_of(self.cfg) == "cuda"
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """Returns the model's shape; None where the planner does not know its architecture."""
         try:
             return shape_of(read_config(self.cfg.model.path), self.cfg.model.path)
         except UnknownShape:
@@ -50,19 +45,17 @@ class Subject:
 
     @property
     def checkpoint_bytes(self) -> float | None:
-        """Returns the planner's bytes of one checkpoint on disk; None where it does not know the model."""
+        """Bytes of one checkpoint on disk; None if the planner does not know the model."""
         return None if self.shape is None else together(ActorMemory(self.cfg, self.shape).checkpoint())
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Returns the model's tokenizer, as a run loads it. Raises as that does."""
         return load_tokenizer(replace(self.cfg.model, path=resolve_path(self.cfg.model.path)))
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], DataReport]:
-        """Returns the training prompts and what became of their rows. Raises ValueError."""
+        """Training prompts and the report on their rows. Raises ValueError."""
         return load_train(self.cfg, self.tokenizer, today=datetime.now())
 
     def held_out(self) -> list[HeldOut]:
-        """Returns the held-out sets. Raises ValueError."""
         return load_held_out(self.cfg, self.tokenizer)

@@ -1,1 +1,1 @@
-"""Holds what the driver does around the loop: what it tries before a run, and what it saves and reads back."""
+"""The driver's work around the training loop: preflight checks, saving and resuming."""

@@ -1,5 +1,5 @@
-"""Tries on the driver, before any worker starts, what only trying can tell: schedule, the model's files, functions of a
-person's own, installation."""
+"""Preflight checks on the driver, before any worker starts: learning-rate schedule, model files, user-defined
+functions, installation."""
 
 import importlib.metadata
 import importlib.util
@@ -37,7 +37,7 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
     from dapo.schedule import check_rates
 
     problems = [
-        # Of the whole run: transformers knows which arguments a schedule takes, and uses them late.
+        # Over the whole run: transformers uses many arguments of a schedule only at late steps.
         *_refusal(lambda: check_rates(cfg)),
         *(_attention(cfg) if trains else ()),
         *_models(cfg, trains=trains),
@@ -52,8 +52,7 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
 
 
 def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
-    """Returns what is wrong with files, functions and names of a run, as far as that can be told without torch and
-    transformers. warn: told what a run survives."""
+    """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run."""
     functions = [*_reward_functions(cfg)]
     problems = [*_data(cfg), *_models(cfg, trains=True), *functions, *choice.problems(cfg), *_rollout_function(cfg)]
     if not functions:
@@ -65,8 +64,8 @@ def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
 
 
 def rewards_tried(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """Calls each function of a person's own on made-up responses to the first row of its data, where that is a local
-    file; yields what it does not score, and whether it scores nothing. All functions can be loaded."""
+    """Calls each user-defined reward function on made-up responses to the first row of its data, if that is a local
+    file. Yields (fails on every response, message) for responses without a score. All functions must be loadable."""
     own = source_functions(cfg.data.sources)
     for entry, specs in {"": cfg.reward.functions, **own}.items():
         row = _first_row(cfg, entry, own)
@@ -78,8 +77,8 @@ def rewards_tried(cfg: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | None:
-    """Returns the first row that the functions of an entry score; "": those of `reward.functions`. None where it is not
-    here, or not as it should be: who loads the data tells."""
+    """Returns the first row that the functions of `entry` score; "" means `reward.functions`. None if the file is not
+    local or the row is invalid: loading the data reports that."""
     for one in train_files(cfg.data):
         if one.reading.entry != entry and (entry or one.reading.entry in own):
             continue
@@ -96,7 +95,6 @@ def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | Non
 
 
 def _data(cfg: Config) -> Iterator[str]:
-    """Looks whether data files are there, and whether the hub knows the names of the others."""
     asked = dict[str, Exception | None]()
     for one in (*train_files(cfg.data), *(held_out_files(cfg.data) if cfg.trainer.only == "both" else ())):
         for name in one.files:
@@ -114,7 +112,6 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _refusal(call: Callable[[], object]) -> Iterator[str]:
-    """Yields the ValueError that a call raises, if it does."""
     try:
         call()
     except ValueError as error:
@@ -122,7 +119,7 @@ def _refusal(call: Callable[[], object]) -> Iterator[str]:
 
 
 def _attention(cfg: Config) -> Iterator[str]:
-    """Looks for a name of transformers' attention: the ranks would stumble over it after all have started."""
+    """Checks the attention name here: the ranks would fail only after all processes have started."""
     from transformers import AttentionInterface
 
     name, known = cfg.model.attn_implementation, sorted(AttentionInterface().valid_keys())
@@ -136,8 +133,8 @@ def _attention(cfg: Config) -> Iterator[str]:
 
 
 def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
-    """Looks at the files of models, of the hub's where nothing can be downloaded: one that is missing or cut off would
-    be found after all have started."""
+    """Checks the model files (offline: those in the hub cache) for missing and truncated weights, which would otherwise
+    be found only after all processes have started."""
     others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
     wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
     for key, path in {"model.path": cfg.model.path, **others}.items():
@@ -158,13 +155,13 @@ def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
 
 
 def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
-    """Reads the model's configuration as the ranks do, from the hub too, where it may come from only now."""
+    """Reads the model's configuration as the ranks do, from the hub if necessary."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     path, trusted = resolve_path(cfg.model.path), cfg.model.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    except OSError:  # no such model: who loads its tokenizer tells
+    except OSError:  # no such model: reported when its tokenizer is loaded
         return
     except (ValueError, KeyError) as error:
         remedy = "choose another model, or install a transformers that knows it"
@@ -187,8 +184,7 @@ def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
 
 
 def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
-    """Returns what the class of the model's own code or of transformers' says against it; of code that cannot be
-    imported the ranks tell."""
+    """Returns why the model class cannot be used, or "". Code that cannot be imported is reported by the ranks."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -200,7 +196,7 @@ def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
             return ""
     else:
         model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
-    if model is None or isinstance(model, tuple):  # one of several, by what the configuration says
+    if model is None or isinstance(model, tuple):  # one of several, chosen by the configuration
         return ""
     if own is None and model.config_class is not type(config.get_text_config()):
         return f"{model.__name__} is not of text alone{OTHER}"
@@ -226,8 +222,8 @@ def _reward_functions(cfg: Config) -> Iterator[str]:
 
 
 def _rate(cfg: RewardConfig, functions: int) -> Iterator[str]:
-    """Requires patience with a worker that asks seldom: where nobody answers, all responses that it has together are
-    called for again before one is given up. functions: that ask for one response."""
+    """Checks `reward.timeout_s` against the rate limit: if the service does not answer, a worker retries all its
+    responses in flight before it drops one. functions: number of async functions per response."""
     calls = cfg.concurrency * (cfg.remote.retries + 1) * functions
     turns_s = 60 * cfg.num_workers / cfg.remote.calls_per_minute * calls
     if cfg.timeout_s <= cfg.remote.timeout_s + turns_s:
@@ -242,7 +238,6 @@ def _rate(cfg: RewardConfig, functions: int) -> Iterator[str]:
 def _section(
     section: str, functions: Sequence[RewardFunctionConfig], sandbox: SandboxConfig
 ) -> Generator[str, None, int]:
-    """Yields what is wrong with the functions, and returns how many of them are async."""
     asynchronous = 0
     for index, spec in enumerate(functions):
         try:
@@ -253,7 +248,7 @@ def _section(
         asynchronous += function.asynchronous
         if function.runs_programs:
             yield from _refusal(lambda: python_paths(sandbox.packages))
-        if ready_name(spec.path):  # a person's function is called in child processes alone
+        if ready_name(spec.path):  # user-defined functions run only in child processes
             yield from _known_answers(function, f"{section}[{index}]")
         if ready_name(spec.path) == "judge":
             yield from judge.problems(function.kwargs)
@@ -272,7 +267,7 @@ def _rollout_function(cfg: Config) -> Iterator[str]:
 
 
 def _known_answers(function: LoadedFunction, key: str) -> Iterator[str]:
-    """Calls a function on its known answers: kwargs that do not go together show only then."""
+    """Calls a function on its known answers, because invalid combinations of kwargs show only then."""
     try:
         for canary in function.canaries:
             function.call(
@@ -287,8 +282,7 @@ def _known_answers(function: LoadedFunction, key: str) -> Iterator[str]:
 
 
 def _torchvision() -> Iterator[str]:
-    """Reports a torchvision built for CUDA next to a CPU torch, which breaks `import transformers` with a riddle about
-    nms."""
+    """Reports a CUDA torchvision next to a CPU torch: `import transformers` then fails with an error about nms."""
     try:
         vision = importlib.metadata.version("torchvision")
     except importlib.metadata.PackageNotFoundError:
@@ -302,5 +296,4 @@ def _torchvision() -> Iterator[str]:
 
 
 def _first(error: BaseException) -> str:
-    """Returns the first sentence of a message."""
     return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]

@@ -1,8 +1,7 @@
-"""Writes a run to disk and reads it back: who writes which part of a checkpoint, and how a run continues from one.
+"""Saves a run to disk and resumes it: which part writes which files of a checkpoint.
 
-In: actors, buffer and order of draws of a run. Out: directories of `dapo.state.checkpoint` that hold `actor/` (ranks),
-`hf/` (the exported model) and the driver's part (`dapo.driver.captured`); and between two of them a journal of the
-groups that finished since (`dapo.sampling.journaled`).
+A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported model) and the driver's part
+(`dapo.driver.captured`). Groups that finish between two checkpoints go to a journal (`dapo.sampling.journaled`).
 
     capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
     the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
@@ -36,16 +35,13 @@ from dapo.types import Group
 
 
 class SaveFailed(RuntimeError):
-    """Says that a checkpoint could not be written; the ranks are as they were, and so is the checkpoint before it."""
+    """A checkpoint could not be written; the ranks and the previous checkpoint are unchanged."""
 
 
 class Saver:
-    """Saves one run, one checkpoint at a time, and knows what the last one holds.
-
-    owes_evaluation: the policy of now is still to be evaluated, so that a run which goes on from a checkpoint of it
-    does that first; set by the trainer. journal: of the groups since the last save that has begun. voided: what must
-    not be trained on.
-    """
+    """Saves one run, one checkpoint at a time. owes_evaluation: the current policy still has to be evaluated, and a run
+    resumed from its checkpoint does that first; set by the trainer. journal: groups since the last save began. voided:
+    groups that must not be trained on."""
 
     def __init__(
         self,
@@ -57,8 +53,7 @@ class Saver:
         logger: MetricsLogger,
         limit: TimeLimit,
     ) -> None:
-        """Makes one for an unused buffer, with its journal next to the metrics. limit: is told how long a save
-        takes."""
+        """Needs an unused buffer. limit: receives the duration of each save."""
         sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
         settings = f"{sampling} {cfg.trainer.seed}"
         self.journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
@@ -73,28 +68,27 @@ class Saver:
         self._limit = limit
         self._version = 0
         self._groups: set[tuple[int, int]] = set()  # (draw, policy version at its start)
-        self._failed = 0  # saves in a row
+        self._failed = 0  # consecutive saves
         self._tried_at = time.monotonic()
-        self._running: asyncio.Task[None] | None = None  # a save that the run does not wait for
-        self._copied = asyncio.Event()  # it needs the actors' state no more
+        self._running: asyncio.Task[None] | None = None  # an asynchronous save
+        self._copied = asyncio.Event()  # the save no longer needs the actors' state
         if self._cfg.journal:
             buffer.on_scored = lambda group, started: note(self.journal, group, started)
 
     @property
     def acts(self) -> tuple[str, ...]:
-        """Returns what must still be done before the run may end, for its time limit: a save, after one that runs."""
+        """What is left to do before the run may end, for its time limit: a save, after any save under way."""
         return ("save", "save") if self._is_running() else ("save",)
 
     def _is_running(self) -> bool:
         return self._running is not None and not self._running.done()
 
     def is_behind(self, version: int) -> bool:
-        """Returns whether policy `version`, or a group that the buffer holds, is in no checkpoint that is whole."""
+        """Whether policy `version` or a buffered group is in no complete checkpoint."""
         return version > self._version or not self._held() <= self._groups
 
     def is_due(self, version: int) -> bool:
-        """Returns whether policy `version` is to be saved by the number of its step, or by the time since the last
-        save has ended."""
+        """Whether to save policy `version`, by its step number or by the time since the last save ended."""
         every, every_s = self._cfg.every, self._cfg.every_s
         by_time = every_s > 0 and not self._is_running() and time.monotonic() - self._tried_at >= every_s
         return version > self._version and (by_time or (every > 0 and version % every == 0))
@@ -103,13 +97,12 @@ class Saver:
         return {(group.draw.index, started) for group, started in self._buffer.held()}
 
     async def save_or_go_on(self, version: int) -> None:
-        """Saves policy `version` when the save before it has ended; with `checkpoint.async_save` returns when this one
-        has begun. What fails is told, and the run goes on.
+        """Saves policy `version` after the previous save has ended. With `checkpoint.async_save`, returns once the save
+        has begun. A failure is reported and the run continues.
 
         Raises:
-            SaveFailed: more saves in a row have failed than `checkpoint.max_failed_saves`; of one that was not waited
-                for, the next call raises it.
-            ActorsLost: see `dapo.pools.ActorPool`; likewise.
+            SaveFailed: more than `checkpoint.max_failed_saves` consecutive saves failed.
+            ActorsLost: see `dapo.pools.ActorPool`. For an asynchronous save, the next call raises either.
         """
         await self._ended()
         saving = self._write_or_tell(self._capture(version))
@@ -120,13 +113,13 @@ class Saver:
         self._running = asyncio.create_task(saving)
 
     async def copied(self) -> None:
-        """Returns when the save that runs, if any, needs the actors' state no more: before it changes."""
+        """Waits until the save under way no longer needs the actors' state; call before that state changes."""
         if self._is_running():
             await self._copied.wait()
 
     async def save(self, version: int) -> None:
-        """Writes a checkpoint of policy `version` as the last act of a run, unless one that was running still is all
-        that was to be done. Raises as `save_or_go_on` does, and SaveFailed at the first failure."""
+        """Writes the final checkpoint of a run, unless the save under way already has everything. Raises as
+        `save_or_go_on` does, and SaveFailed at the first failure."""
         try:
             waited = await self._ended()
         except SaveFailed as error:
@@ -136,8 +129,6 @@ class Saver:
             await self._write(self._capture(version), at_once=True)
 
     async def _ended(self) -> bool:
-        """Waits for the save that runs, which has deadlines of its own. Returns whether there was one, raises what it
-        raised."""
         if (running := self._running) is None:
             return False
         await asyncio.wait([running])
@@ -146,7 +137,7 @@ class Saver:
         return True
 
     async def abandon(self) -> None:
-        """Gives up the save that runs: the ranks that write it are lost. One whose files are all there is kept."""
+        """Cancels the save under way: the ranks that write it are lost. A save whose files are all written is kept."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -155,7 +146,7 @@ class Saver:
                 warn(str(error))
 
     def _capture(self, version: int) -> Captured:
-        """Returns the driver's part of a checkpoint, and begins the next segment of the journal at the same moment."""
+        """Captures the driver's part of a checkpoint, and begins the next journal segment at the same moment."""
         due = Due(evaluate=self.owes_evaluation, lines=self._logger.unwritten())
         state = DriverState(version=version, buffer=self._buffer.state(), due=due)
         captured = Captured(state=state, order=self._order.saved(), held=self._buffer.held(), names=self._held())
@@ -172,10 +163,10 @@ class Saver:
             warn(f"{error} (failure {self._failed} of {self._cfg.max_failed_saves} that the run may have in a row)")
 
     async def _write(self, captured: Captured, *, at_once: bool) -> None:
-        """Writes a checkpoint. at_once: straight from the actors, which do nothing else meanwhile.
+        """Writes a checkpoint. at_once: directly from the actors, which wait meanwhile.
 
         Raises:
-            SaveFailed: the disk, or all ranks alike, refused; nothing of it is left, and the run may go on.
+            SaveFailed: the disk or all ranks alike failed; nothing of the checkpoint is left, and the run may continue.
             ActorsLost: see `dapo.pools.ActorPool`.
         """
         version = captured.state.version
@@ -196,7 +187,7 @@ class Saver:
                 f"is space ({free_space(self._logger.output_dir)} without it); the checkpoint before this one stays"
             ) from error
         finally:
-            self._copied.set()  # also where it never came to that
+            self._copied.set()  # also if the save failed before
             self._tried_at = time.monotonic()
         self._version, self._groups, self._failed = version, captured.names, 0
         self._logger.event("save", f"step {version}")
@@ -216,15 +207,15 @@ class Saver:
             await self._actors.export_hf(export)
 
     async def resume(self, rewards: RewardPool) -> Resumed:
-        """Loads the newest checkpoint into actors and buffer, and the groups of the journal that finished after it;
-        without a checkpoint, the journal of the untrained policy alone. The metrics go on from there. Call it once,
-        also for a run that begins, before anything else.
+        """Loads the newest checkpoint into actors and buffer, and the groups of the journal that finished after it.
+        Without a checkpoint, loads only the journal of the untrained policy. Call once, before anything else, also for
+        a new run.
 
-        The groups are scored anew: verdicts are cheap, and the old ones may be why the run stopped. Those that were set
-        aside are left out. Raises ValueError where files cannot be read.
+        Groups are scored again: scoring is cheap, and old scores may be why the run stopped. Groups that were set aside
+        are skipped. Raises ValueError if files cannot be read.
         """
         await asyncio.to_thread(self.voided.read)
-        with waiting("the newest checkpoint to be found and hashed"):  # minutes, where the run has written it itself
+        with waiting("the newest checkpoint to be found and hashed"):  # minutes if this process wrote it
             directory = await asyncio.to_thread(self._store.latest)
         state = DriverState(version=0, buffer=self._buffer.state())
         held: list[tuple[Group, int]] = []
@@ -234,7 +225,7 @@ class Saver:
             if self._store.keeps_history:
                 await asyncio.to_thread(self._order.restore, directory, version=state.version)
             held = await asyncio.to_thread(read_groups, directory, self._order.draw)
-        if not self._store.keeps_groups:  # they mean something else by now
+        if not self._store.keeps_groups:  # their meaning has changed
             self.journal.remove()
             if held:
                 warn(f"{len(held)} groups of {directory} are generated again: what they mean has changed")
@@ -242,7 +233,7 @@ class Saver:
         if out:  # their draws start again
             state = state.without(sorted(out))
             held = [(group, started) for group, started in held if group.draw.index not in out]
-        # To its end, also when cancelled: `close` must not meet a journal that is being opened.
+        # Finished even when cancelled: `close` must not run while the journal is being opened.
         with waiting("the groups of the journal to be read"):
             since = await finish(asyncio.to_thread(self._recover, state, len(held)))
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
@@ -268,7 +259,6 @@ class Saver:
         return []
 
     def close(self) -> None:
-        """Ends the journal, with all its groups on disk; may be called twice."""
         self.journal.close()
 
 

@@ -1,2 +1,1 @@
-"""Answers held-out prompts and says how good the answers are: at the side of a run, and alone (`python -m
-dapo.evaluate`)."""
+"""Evaluation on held-out prompts: during a run, and standalone (`python -m dapo.evaluate`)."""

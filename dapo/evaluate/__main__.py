@@ -2,10 +2,10 @@
 
     command line ─▶ Config, checked ─▶ held-out prompts ─▶ engines, reward workers ─▶ answers ─▶ tables, JSON
 
-Any Hugging Face directory or hub name will do, also `checkpoints/step_*/hf` of a run. The keys are those of a run, the
-actors' without effect: `eval.n`, `eval.temperature`, `eval.top_p` and `data.max_response_length` say how answers are
-sampled. The tables come last; `evaluation_NNN.json` in `trainer.output_dir` holds them and the verdict on every answer.
-With `--job` it prints that directory alone, for `launch/slurm/eval.sbatch`.
+Any Hugging Face directory or hub name works, also `checkpoints/step_*/hf` of a run. The keys are those of a run; keys
+of the actors have no effect. `eval.n`, `eval.temperature`, `eval.top_p` and `data.max_response_length` set the
+sampling. The tables are printed last; `evaluation_NNN.json` in `trainer.output_dir` has them and the score of every
+answer. With `--job` it only prints that directory, for `launch/slurm/eval.sbatch`.
 """
 
 import asyncio
@@ -27,36 +27,33 @@ from dapo.evaluate.summary import document, summaries, text
 from dapo.report.console import EXIT_INTERRUPTED, end, say
 from dapo.report.redact import redacted
 
-NO_TRAINING = "data.train_files=[none]"  # the configuration asks for some; nothing reads them here
+NO_TRAINING = "data.train_files=[none]"  # required by the configuration, never read here
 JOB = "--job"
-LINES_S = 30.0  # between two lines of progress where the output is a file
+LINES_S = 30.0  # between two progress lines in a file
 
 
 class Progress:
-    """Shows how many answers there are: a bar on a terminal, a line now and then in a file."""
+    """A progress bar on a terminal, an occasional line in a file."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     def begin(self, total: int) -> None:
-        """Starts with none of `total`."""
         every = 0.2 if sys.stderr.isatty() else LINES_S
         self._bar = tqdm(total=total, unit=" answers", mininterval=every, maxinterval=every, dynamic_ncols=True)
 
     def add(self, count: int) -> None:
-        """Counts answers that came."""
         self._bar.update(count)
 
     def close(self) -> None:
-        """Leaves the last state on the screen."""
         if self._bar is not None:
             self._bar.close()
 
 
 def configuration(overrides: Sequence[str]) -> Config:
-    """Returns the checked configuration. Raises ValueError as `compose` does, and where there is nothing to answer."""
+    """Returns the checked configuration. Raises ValueError as `compose` does, and if there are no held-out files."""
     cfg = compose([NO_TRAINING, *overrides], trains=False)
-    cfg.data.train_files = []  # so that they are no input of the evaluation either
+    cfg.data.train_files = []  # not recorded as inputs of the evaluation
     for source in cfg.data.sources:
         source.files = []
     if not any(held_out_files(cfg.data)):
@@ -65,7 +62,6 @@ def configuration(overrides: Sequence[str]) -> Config:
 
 
 async def evaluate(cfg: Config) -> Answered:
-    """Returns all answers; shows progress meanwhile."""
     from dapo import run  # loads torch and Ray, which takes seconds
 
     progress = Progress()
@@ -76,7 +72,6 @@ async def evaluate(cfg: Config) -> Answered:
 
 
 def write(folder: Path, cfg: Config, answered: Answered) -> Path:
-    """Writes the next `evaluation_NNN.json` of a folder, and returns its path."""
     sampling = {name: getattr(cfg.eval, name) for name in ("n", "temperature", "top_p", "top_k")}
     about = {
         "model": cfg.model.path,
@@ -99,7 +94,6 @@ def write(folder: Path, cfg: Config, answered: Answered) -> Path:
 
 
 def main() -> None:
-    """Evaluates, prints, writes."""
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         say(__doc__)
         return
@@ -110,7 +104,7 @@ def main() -> None:
         if len(arguments) < len(sys.argv) - 1:
             say(f"output_dir {folder}")
             return
-        folder.mkdir(parents=True, exist_ok=True)  # now, and not after hours
+        folder.mkdir(parents=True, exist_ok=True)  # fail now, not after hours
         answered = asyncio.run(evaluate(cfg))
         say(text(summaries(answered)))
         say(f"written to {write(folder, cfg, answered)}")

@@ -1,9 +1,8 @@
-"""Runs the evaluations of a run at its side: one at a time, over before the engines get other weights.
+"""Runs the evaluations of a run beside its training, each finished before the engines get other weights.
 
     sync to v ─▶ begin(v) ─ ─ free slots, while a batch is collected and trained ─ ─▶ trained(v + 1) ─▶ sync to v + 1
 
-In: the versions to evaluate. Out: their metrics. Training draws never wait for it, but the sync does: what it reports
-belongs to exactly one policy version.
+Training draws never wait for an evaluation, but the weight sync does: its results belong to exactly one policy version.
 """
 
 import asyncio
@@ -22,17 +21,16 @@ from dapo.report.log import MetricsLogger
 from dapo.store.schema import UNNAMED
 from dapo.types import HeldOut
 
-LOOK_S = 0.5  # between two looks at whether an evaluation can still be finished
+LOOK_S = 0.5  # between two checks whether an evaluation can still finish
 
 
 def evaluates_after(version: int, cfg: Config) -> bool:
-    """Returns whether policy `version`, of an update that has just ended, is to be evaluated."""
     every = cfg.eval.every
     return cfg.eval.after_train if version >= cfg.trainer.total_steps else every > 0 and version % every == 0
 
 
 class Evaluations:
-    """Holds the evaluation that is under way, if one is, and keeps `saver.owes_evaluation` true to it."""
+    """Manages the evaluation under way, if any, and keeps `saver.owes_evaluation` up to date."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Evaluations:
         limit: TimeLimit,
         say: Callable[[str], None],
     ) -> None:
-        """Starts nothing yet. clock: has as `evaluation` the time that a step waits for one."""
+        """clock: records, as `evaluation`, the time that a step waits for an evaluation."""
         self._held_out = held_out
         self._pools = pools
         self._cfg = cfg
@@ -61,7 +59,7 @@ class Evaluations:
         self._given_up = False
 
     def begin(self, version: int) -> None:
-        """Evaluates `version`, which the engines serve, if it is due: as soon as they have what else they can get."""
+        """Evaluates `version`, which the engines serve, if it is due, in slots that training leaves free."""
         assert self._evaluation is None, "an evaluation begins before the one before it has ended"
         self._version = version
         due = self._saver.owes_evaluation or (version == 0 and self._cfg.eval.before_train)
@@ -73,20 +71,19 @@ class Evaluations:
                 self.wake()  # no batch is collected now
 
     def wake(self) -> None:
-        """Uses the slots that are free now; to be called when the engines have what else they can get."""
+        """Uses the slots that are free now; call when the engines have all the training requests they can get."""
         if self._evaluation is not None:
             if self._ending is None:
                 self._ending = asyncio.create_task(self._to_its_end(self._evaluation))
             self._evaluation.wake()
 
     def progress(self) -> tuple[int, int, int] | None:
-        """Returns the version under evaluation, its answers that came, and all; None where none is under way."""
+        """Returns (version, finished answers, all answers) of the evaluation under way; None without one."""
         evaluation = self._evaluation
         return None if evaluation is None else (evaluation.version, *evaluation.progress())
 
     async def leave_gpus(self) -> None:
-        """Leaves the GPUs to the actors, where engines share them: lets these sleep, and first waits for the end, where
-        no others go on with it."""
+        """Puts engines on the actors' GPUs to sleep, after the evaluation if no other engines can continue it."""
         if shares_gpus(self._cfg) and not lends(self._cfg):
             await self._finish(self._impossible)
         if self._pools.leave_gpus is not None:
@@ -94,27 +91,24 @@ class Evaluations:
                 await self._pools.leave_gpus()
 
     async def trained(self, version: int) -> None:
-        """Notes that the actors are at `version`, and waits for the end: the engines get other weights next."""
+        """Notes that the actors are at `version`, and waits for the evaluation: the engines get other weights next."""
         self._version = version
         self._saver.owes_evaluation = bool(self._held_out) and evaluates_after(version, self._cfg)
         await self._finish(self._impossible)
 
     async def finish(self) -> None:
-        """Waits until the evaluation under way has ended. Raises what made it fail."""
         await self._finish(lambda: False)
 
     def give_up(self) -> None:
-        """Lets nothing wait for it any longer: the run is ending."""
         self._given_up = True
 
     async def again(self) -> None:
-        """Lets the evaluation under way begin anew: its engines may not have had the weights that they should have."""
+        """Restarts the evaluation under way: its engines may have served wrong weights."""
         if self._evaluation is not None and self._saver.owes_evaluation:
             await self.close()
             self.begin(self._version)
 
     async def close(self) -> None:
-        """Ends the evaluation under way without a result; may be called twice."""
         evaluation, ending = self._evaluation, self._ending
         self._evaluation = self._ending = None
         if ending is not None:
@@ -141,7 +135,7 @@ class Evaluations:
             raise failure
 
     def _impossible(self) -> bool:
-        """Returns whether there is nothing or no time to finish with, now that the actors have other weights."""
+        """Whether no engine serves or no time is left, now that the actors have other weights."""
         return not self._pools.rollouts.serving or self._limit.is_over("save")
 
     async def _to_its_end(self, evaluation: Evaluation) -> None:

@@ -1,9 +1,6 @@
-"""Estimates what k samples per problem achieve, from n >= k samples of each, with intervals over problems.
-
-avg@n, pass@k, best@k and maj@k are those of the table in dapo/README.md: means over the subsets of k samples, drawn
-without replacement, and hence unbiased. In: accuracies and answers of single problems. Out: numbers. Pure: no state, no
-clock, and no chance but a fixed seed of the bootstrap.
-"""
+"""Estimates what k samples per problem achieve, from n >= k samples of each, with intervals over problems. avg@n,
+pass@k, best@k and maj@k are defined in dapo/README.md: means over the subsets of k samples, drawn without replacement,
+hence unbiased. Pure functions; the bootstrap has a fixed seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,15 +12,15 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-RIGHT = 0.5  # an accuracy above it is right, as where groups are filtered
+RIGHT = 0.5  # an accuracy above it is correct, as in the group filter
 LEVEL = 0.95  # of the intervals
 RESAMPLES = 2000
-RESAMPLED_AT_ONCE = 1 << 22  # numbers in memory
+RESAMPLED_AT_ONCE = 1 << 22  # array elements in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Holds a mean over problems, NaN where no problem has one, and its 95 % interval."""
+    """A mean over problems (NaN if no problem has a value) and its 95 % interval."""
 
     value: float
     low: float
@@ -31,12 +28,12 @@ class Estimate:
 
 
 def sizes(samples: int) -> list[int]:
-    """Returns the k of which estimates are made: powers of 2 up to the samples per problem, and these."""
+    """Returns the k to estimate: powers of 2 up to the samples per problem, and that number itself; not 1."""
     return sorted({*(1 << power for power in range(1, samples.bit_length())), samples} - {1})
 
 
 def pass_at(accuracies: Sequence[float], k: int) -> float:
-    """Returns the probability that one of k samples is right (arXiv 2107.03374); NaN with fewer than k."""
+    """Returns the probability that one of k samples is correct (arXiv 2107.03374); NaN with fewer than k."""
     n, right = len(accuracies), sum(accuracy > RIGHT for accuracy in accuracies)
     return 1.0 - math.comb(n - right, k) / math.comb(n, k) if k <= n else math.nan
 
@@ -51,11 +48,9 @@ def best_at(accuracies: Sequence[float], k: int) -> float:
 
 
 def majority_at(accuracies: Sequence[float], answers: Sequence[str], k: int) -> float:
-    """Returns the mean accuracy of the answer that most of k samples give; NaN with fewer than k.
-
-    Samples without an answer ("") have no vote; where none has one, the vote is wrong. The accuracy of an answer is
-    the mean over the samples that give it.
-    """
+    """Returns the mean accuracy of the majority answer of k samples; NaN with fewer than k. Samples without an answer
+    ("") do not vote; if none has an answer, the vote is wrong. The accuracy of an answer is the mean over the samples
+    that give it."""
     if k > len(accuracies):
         return math.nan
     given: dict[str, list[float]] = {}
@@ -69,13 +64,13 @@ def majority_at(accuracies: Sequence[float], answers: Sequence[str], k: int) -> 
     return sum(tied) / len(tied) if tied else 0.0
 
 
-@lru_cache(maxsize=4096)  # many problems are alike: all right, or one answer right and the others all different
+@lru_cache(maxsize=4096)  # many problems are alike: all correct, or one answer correct and the others all different
 def _majority(candidates: tuple[tuple[int, float], ...], silent: int, k: int) -> float:
-    """Returns the same for answers as (how many samples give it, its accuracy), and silent samples.
+    """The same from answers as (number of samples, accuracy), and the number of samples without an answer.
 
-    An answer wins with m votes in the subsets where no other has more, and counts 1 / t where t have as many. Products
-    of polynomials count these subsets, x^j for j samples and y for each tie; 1 / t is the integral of y^(t - 1) over
-    [0, 1], which quadrature gives exactly.
+    An answer wins with m votes in the subsets where no other has more, and counts 1 / t if t answers tie. Products of
+    polynomials count these subsets: x^j for j samples, y for each tie. 1 / t is the integral of y^(t - 1) over [0, 1],
+    which Gauss-Legendre quadrature computes exactly.
     """
     votes, y, weight = _grid(k, max((count for count, _ in candidates), default=0))
     total = 0.0
@@ -96,19 +91,18 @@ def _majority(candidates: tuple[tuple[int, float], ...], silent: int, k: int) ->
 
 @lru_cache
 def _grid(k: int, most: int) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Returns numbers of votes that may win among k, at most `most`, each with every y and weight of its quadrature."""
+    """Returns the vote counts (at most `most`) that can win among k, each with every quadrature node y and weight."""
     points = [
-        (m, (point + 1) / 2, weight / 2)  # of [0, 1] in place of [-1, 1]
+        (m, (point + 1) / 2, weight / 2)  # mapped from [-1, 1] to [0, 1]
         for m in range(1, min(k, most) + 1)
-        for point, weight in zip(*np.polynomial.legendre.leggauss((k // m + 1) // 2), strict=True)  # to the tie k // m
+        for point, weight in zip(*np.polynomial.legendre.leggauss((k // m + 1) // 2), strict=True)  # up to k // m ties
     ]
     votes, ys, weights = np.array(points, dtype=np.float64).reshape(-1, 3).T
     return votes.astype(np.int64), ys, weights
 
 
 def _times(polynomials: Floats, factors: Sequence[Floats]) -> Floats:
-    """Returns the products of polynomials in x [rows, degree], with the coefficients of one more factor each, cut off
-    at their degree."""
+    """Multiplies polynomials in x [rows, degree] by one more factor each, truncated at their degree."""
     product = np.zeros_like(polynomials)
     for j, coefficients in enumerate(factors[: polynomials.shape[1]]):
         product[:, j:] += coefficients[:, None] * polynomials[:, : polynomials.shape[1] - j]
@@ -116,11 +110,9 @@ def _times(polynomials: Floats, factors: Sequence[Floats]) -> Floats:
 
 
 def over_problems(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Returns the mean over problems of each quantity, with a percentile bootstrap over problems.
-
-    values: one number per problem, all in the same order; NaN where a problem has none, which leaves it out. The same
-    resamples serve all quantities, and the same call gives the same intervals.
-    """
+    """Returns the mean over problems of each quantity, with a percentile bootstrap over problems. values: one number
+    per problem, in the same order; NaN leaves a problem out. All quantities use the same resamples, and the result is
+    deterministic."""
     table = np.array(list(values.values()), dtype=np.float64)  # [quantities, problems]
     known = ~np.isnan(table)
     means = _ratio(np.nansum(table, axis=1), known.sum(axis=1))
@@ -139,5 +131,4 @@ def over_problems(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
 
 
 def _ratio(numerator: Floats, denominator: NDArray[np.int64]) -> Floats:
-    """Returns NaN where the denominator is 0."""
     return np.divide(numerator, denominator, out=np.full(np.shape(numerator), np.nan), where=denominator > 0)

@@ -1,9 +1,9 @@
-"""Answers every held-out prompt with one policy: held-out sets and the two pools in, scored groups out.
+"""Samples and scores answers to every held-out prompt with one policy.
 
     parts of <= 8 samples ──▶ free slots of the engines ──▶ reward workers ──▶ groups, put together by problem
 
-It never takes a slot that anything else could use, until somebody waits for its end. The seeds depend on prompt and
-sample but not on the policy version, so that two evaluations differ by the policy alone.
+It only takes slots that nothing else can use, until a caller waits for its end. Seeds depend on prompt and sample but
+not on the policy version, so that two evaluations differ only by the policy.
 """
 
 import asyncio
@@ -21,15 +21,13 @@ from dapo.sampling.seeds import response_seed
 from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, sampling_of, scored_group
 from dapo.types import Cut, Draw, Group, HeldOut, Prompt
 
-PART = 8  # samples of one prompt that travel together: few enough to fit into a gap, enough to be worth a request
+PART = 8  # samples per request: few enough to fit into free slots, enough to be worth a request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Holds the scored answers of one evaluation. Made by `Evaluation`, consumed by `dapo.evaluate.summary`.
-
-    version: of the policy that sampled every token. sets: one group per problem, by the name of its set.
-    """
+    """Scored answers of one evaluation. Made by `Evaluation`, consumed by `dapo.evaluate.summary`. version: of the
+    policy that sampled every token. sets: one group per problem, by name of the set."""
 
     version: int
     sets: dict[str, tuple[Group, ...]]
@@ -37,7 +35,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Part:
-    """Holds samples [first, first + count) of one prompt of one set."""
+    """Samples [first, first + count) of one prompt. place: number of its held-out set."""
 
     place: int
     prompt: Prompt
@@ -49,8 +47,6 @@ class _Part:
 
 
 class Evaluation:
-    """Evaluates one policy version once."""
-
     def __init__(
         self,
         held_out: Sequence[HeldOut],
@@ -61,7 +57,7 @@ class Evaluation:
         version: int,
         answered: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Takes what the engines serve as `version`. answered: called with the number of answers that came."""
+        """version: what the engines serve. answered: called with the number of new answers."""
         self.version = version
         self._held_out = held_out
         self._rollouts = rollouts
@@ -79,28 +75,25 @@ class Evaluation:
         self._task: asyncio.Task[Answered] | None = None
 
     def wake(self) -> None:
-        """Looks for free slots; to be called when there may be some."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         self._wake.set()
 
     def hurry(self) -> None:
-        """Takes, from now on, the same right to the engines as everything else: somebody waits for the end."""
+        """From now on competes for slots like any other request, because a caller waits for the end."""
         self._awaited = True
         self.wake()
 
     async def answers(self) -> Answered:
-        """Returns all answers, when they are there. Raises what made one impossible."""
         self.wake()
         assert self._task is not None
         return await asyncio.shield(self._task)
 
     def progress(self) -> tuple[int, int]:
-        """Counts the answers that came, and all."""
         return self._ended, self._total
 
     async def close(self) -> None:
-        """Ends what is in flight, within `CLOSE_GRACE_S`; what failed is not reported. May be called twice."""
+        """Aborts what is in flight, within `CLOSE_GRACE_S`, and ignores its errors; may be called twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -119,16 +112,15 @@ class Evaluation:
             await self._wake.wait()
             self._wake.clear()
             for part in [part for part, task in self._running.items() if task.done()]:
-                self._running.pop(part).result()  # raises
+                self._running.pop(part).result()
             room = self._room()
             while self._left and self._left[0].count <= room:
                 room -= self._left[0].count
                 self._start(self._left.popleft())
-            await asyncio.sleep(0)  # what was just started takes its room only now
+            await asyncio.sleep(0)  # let new tasks take their slots
         return self._together()
 
     def _room(self) -> int:
-        """Counts the responses that may start now."""
         if not self._awaited:
             return self._rollouts.spare
         if not self._running:

@@ -1,8 +1,6 @@
-"""Says how good the answers of an evaluation are: as metrics of a run, as JSON, and as a table.
-
-In: scored groups, by the name of their set. Out: estimates with intervals per set, and per data source where a set has
-several. Samples without a verdict are left out and counted; a problem with fewer than k scored ones has no estimate @k.
-"""
+"""Summarizes an evaluation as metrics of a run, as JSON, and as tables. Estimates are made per held-out set, and per
+data source if a set has several. Unscorable samples are left out and counted; a problem with fewer than k scored
+samples has no estimate @k."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,12 +17,9 @@ from dapo.types import Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Holds what is said of one set, or of one data source in it. Made by `summarize`.
-
-    name: of the set; source: "" for the whole set. samples: answers per problem, of the one with the fewest. answers:
-    of all problems. estimates: by their published name, such as pass@8. response_length_mean: tokens. truncated,
-    unscored: shares of the answers. turns_mean: per answer.
-    """
+    """Results of one held-out set, or of one data source in it. Made by `summarize`. source: "" for the whole set.
+    samples: fewest answers of a problem. answers: of all problems. estimates: by published name, such as pass@8.
+    response_length_mean: tokens. truncated, unscored: fractions of the answers. turns_mean: per answer."""
 
     name: str
     source: str
@@ -39,12 +34,10 @@ class Summary:
 
     @property
     def average(self) -> Estimate:
-        """Returns avg@n, the accuracy."""
         return self.estimates[f"avg@{self.samples}"]
 
 
 def summarize(groups: Sequence[Group], name: str = "", source: str = "") -> Summary:
-    """Returns the summary of one group per problem. name, source: what they are."""
     samples = min(len(group.responses) for group in groups)
     responses = [response for group in groups for response in group.responses]
     scores = [score for group in groups for score in group.scores]
@@ -55,7 +48,7 @@ def summarize(groups: Sequence[Group], name: str = "", source: str = "") -> Summ
     for k in sizes(samples):
         values[f"pass@{k}"] = [pass_at(each, k) for each in accuracies]
         values[f"best@{k}"] = [best_at(each, k) for each in accuracies]
-        if any(map(any, answers)):  # reward functions need not say what they have read
+        if any(map(any, answers)):  # reward functions need not report predictions
             values[f"maj@{k}"] = [majority_at(*each, k) for each in zip(accuracies, answers, strict=True)]
     return Summary(
         name=name,
@@ -72,7 +65,6 @@ def summarize(groups: Sequence[Group], name: str = "", source: str = "") -> Summ
 
 
 def summaries(answered: Answered) -> list[Summary]:
-    """Returns one summary per set, followed by one per data source where the set has several."""
     found = []
     for name, groups in answered.sets.items():
         by_source: dict[str, list[Group]] = {}
@@ -85,8 +77,7 @@ def summaries(answered: Answered) -> list[Summary]:
 
 
 def metrics(found: Sequence[Summary]) -> dict[str, float]:
-    """Returns the `eval/` metrics of a run: those of a set with a name under it, `eval/accuracy` always, over sets that
-    all count alike."""
+    """Returns the `eval/` metrics; those of a named set contain its name. `eval/accuracy`: plain mean over sets."""
     wholes = [summary for summary in found if not summary.source]
     values = {
         "eval/accuracy": float(np.mean([summary.average.value for summary in wholes])),
@@ -99,7 +90,6 @@ def metrics(found: Sequence[Summary]) -> dict[str, float]:
 
 
 def _flat(summary: Summary) -> Iterator[tuple[str, float]]:
-    """Yields short names and numbers; intervals of what uses all samples alone."""
     for name, estimate in summary.estimates.items():
         kind, _, k = name.partition("@")
         metric = "accuracy" if kind == "avg" else name
@@ -115,7 +105,7 @@ def _flat(summary: Summary) -> Iterator[tuple[str, float]]:
 
 
 def document(answered: Answered, found: Sequence[Summary]) -> dict[str, Any]:
-    """Returns everything for JSON, in which NaN is null: the summaries, and per problem what each sample gave."""
+    """Returns the content of the JSON file, with null for NaN: the summaries, and the samples of each problem."""
     problems = [
         {
             "set": name,
@@ -144,7 +134,6 @@ def _without_nan(value: Any) -> Any:
 
 
 def text(found: Sequence[Summary]) -> str:
-    """Returns a table per summary, for a person; in brackets 95 % intervals over problems."""
     return "\n\n".join(map(_text, found))
 
 

@@ -1,1 +1,1 @@
-"""Lets a run go on or end in order: lost actors, refused batches, signals, a time limit; and breaks it in tests."""
+"""Fault handling: lost actors, refused batches, signals, a time limit; and fault injection for tests."""

@@ -1,11 +1,13 @@
-"""Ends a run in order when Ray's head is gone; Ray would end every process of the run by itself, a minute later.
+"""Ends a run in order when Ray's head process (GCS) is lost. Ray alone would kill every process of the run a minute
+later.
 
-In: the head's address. Out: a cancelled run, which saves what was trained as after a signal (processes that are there
-speak to each other without the head), and then `HeadLost`. Where that takes too long, for `ray start` takes the node of
-the head along, with all that ran there, the process ends without it, before Ray ends it without a word. A head that
-stands still is told, and given up only later: nothing needs it until a worker is lost. Without the node's raylet Ray
-ends the driver within a second; it ends with a message before. One that stands still holds the driver up, deaf to
-signals; the head gives its node up after a minute, and that ends the driver too.
+The run is cancelled and saves what was trained, as after a signal (live processes reach each other without the head);
+then `HeadLost` is raised. If this takes too long (`ray start` takes the head's whole node down with it), the process
+ends itself with a message before Ray ends it without one. A head that accepts connections but does not answer is
+reported at once, but treated as lost only after `STILL_S`: nothing needs it until a worker is lost.
+When the node's raylet dies, Ray ends the driver within a second; this process ends first, with a message. A raylet that
+hangs blocks the driver, which then ignores signals; the head declares its node dead after a minute, and that ends the
+driver too.
 """
 
 import asyncio
@@ -21,14 +23,14 @@ from dapo.report.console import EXIT_RESUMABLE, end_at_once
 from dapo.report.watchdog import waiting
 
 EVERY_S = 1.0  # between two tries
-ANSWER_S = 2.0  # to take a connection
-ASK_S = 10.0  # to answer a question; the kernel takes connections for a process that is stopped
-STILL_S = 600.0  # that a head which takes connections may answer nothing
-LAST_S = 50.0  # after the head was there last; Ray waits 60 s for it
+ANSWER_S = 2.0  # to accept a connection
+ASK_S = 10.0  # to answer a query; the kernel accepts connections for a stopped process
+STILL_S = 600.0  # without an answer from a head that accepts connections
+LAST_S = 50.0  # after the head was last reachable; Ray waits 60 s for it
 
 
 class HeadLost(RuntimeError):
-    """Says that Ray's head process (GCS) is gone, and with it the cluster."""
+    """Ray's head process (GCS) is lost, and with it the cluster."""
 
 
 @asynccontextmanager
@@ -38,10 +40,10 @@ async def while_reachable(
     answers: Callable[[], bool] = lambda: True,
     end: Callable[[str], object] = end_at_once,
 ) -> AsyncIterator[None]:
-    """Cancels the block when nothing takes a connection at `address` (HOST:PORT) for `grace_s`, or nothing answers for
-    `STILL_S`, and raises HeadLost at its end, whatever it ended with. answers: asks the head, for `ASK_S` at most. end:
-    ends the process with a message where the block takes longer than Ray would give it.
-    """
+    """Cancels the block when the head is lost, and raises HeadLost at its end, whatever the block raised. The head is
+    lost when nothing accepts a connection at `address` (HOST:PORT) for `grace_s`, or it answers nothing for `STILL_S`.
+    answers: queries the head, for at most `ASK_S`. end: ends the process with a message if the block takes longer than
+    Ray would leave it."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     over, lost = threading.Event(), ""
@@ -59,7 +61,7 @@ async def while_reachable(
             task.cancel()
 
     def watch() -> None:
-        missed = still = 0  # tries in a row; not seconds, for this process may have stood still itself
+        missed = still = 0  # consecutive tries, not seconds: this process may have been paused itself
         with ExitStack() as told:
             while missed * EVERY_S < grace_s and still * ASK_S < STILL_S:
                 if over.wait(EVERY_S):
@@ -81,7 +83,7 @@ async def while_reachable(
         if not over.wait(LAST_S - grace_s if gone else STILL_S):
             end(f"{why}, which holds less than was trained: there was no saving it")
 
-    # A thread, because calls of Ray that wait for its head hold the event loop up.
+    # A thread, because Ray calls that wait for the head block the event loop.
     threading.Thread(target=watch, name="head", daemon=True).start()
     try:
         yield
@@ -99,14 +101,14 @@ def end_with_raylet(
     end: Callable[[str, int], object] = end_at_once,
 ) -> None:
     """Ends the process with a message once the node's raylet has died, until `over` is set. raylet: its socket. head:
-    HOST:PORT of the head; without that one Ray leaves the driver a minute, and `while_reachable` uses it. given_up:
-    asks the head whether it holds the node for dead."""
+    HOST:PORT of the head; if the head is lost too, Ray leaves the driver a minute, and `while_reachable` handles it.
+    given_up: whether the head has declared the node dead."""
     try:
         with socket.socket(socket.AF_UNIX) as one:
             one.connect(raylet)
             pid, _, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         process = os.pidfd_open(pid)
-    except OSError:  # it is gone already, or the kernel is too old
+    except OSError:  # it has ended already, or the kernel is too old
         return
 
     def watch() -> None:
@@ -128,7 +130,6 @@ def end_with_raylet(
 
 
 def takes_connections(address: str) -> bool:
-    """Returns whether something takes a connection at HOST:PORT."""
     try:
         reach(address, ANSWER_S)
     except OSError:
@@ -137,7 +138,7 @@ def takes_connections(address: str) -> bool:
 
 
 def reach(address: str, limit_s: float) -> None:
-    """Raises OSError where nothing takes a connection at HOST:PORT."""
+    """Raises OSError if nothing accepts a connection at HOST:PORT."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), limit_s):
         pass

@@ -1,23 +1,21 @@
-"""Keeps a run within a wall-clock limit: it is left while there is time for what must still be done.
-
-In: `trainer.max_hours`, and how long updates and saves have taken. Out: the moment to leave, or TimeLimitReached.
-"""
+"""Keeps a run within `trainer.max_hours`: it stops while there is still time for the remaining work. The needed time is
+estimated from how long updates and saves have taken."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-ROOM = 1.5  # times the longest that was seen
-UNSEEN = 0.05  # of the limit, for what was not seen yet
+ROOM = 1.5  # factor on the longest duration so far
+UNSEEN = 0.05  # share of the limit, for acts not measured yet
 
 
 class TimeLimitReached(RuntimeError):
-    """Says that the run ends because of `trainer.max_hours`; it can be continued."""
+    """The run ends because of `trainer.max_hours`; it can be continued."""
 
 
 class TimeLimit:
-    """Holds the limit of one process, from `began` (`time.monotonic()`) on; max_hours 0 = none."""
+    """The time limit of one process, counted from `began` (`time.monotonic()`); max_hours 0: no limit."""
 
     def __init__(self, max_hours: float = 0.0, began: float = 0.0) -> None:
         self._seconds = max_hours * 3600
@@ -26,7 +24,6 @@ class TimeLimit:
 
     @contextmanager
     def measuring(self, act: str) -> Iterator[None]:
-        """Notes how long the block takes."""
         began = time.monotonic()
         try:
             yield
@@ -34,7 +31,7 @@ class TimeLimit:
             self._longest[act] = max(self._longest.get(act, 0.0), time.monotonic() - began)
 
     def leave_at(self, *acts: str) -> float | None:
-        """Returns the moment (`time.monotonic()`) after which these acts might not end in time; None without limit."""
+        """Returns the time (`time.monotonic()`) after which these acts might not finish; None without limit."""
         if not self._seconds:
             return None
         need = sum(ROOM * self._longest.get(act, UNSEEN * self._seconds / ROOM) for act in acts)
@@ -42,7 +39,7 @@ class TimeLimit:
 
     @asynccontextmanager
     async def leaving(self, *acts: str) -> AsyncIterator[None]:
-        """Cuts the block short, with TimeLimitReached, where these acts might not end in time after it."""
+        """Cancels the block with TimeLimitReached when these acts might not finish in time after it."""
         try:
             async with asyncio.timeout_at(self.leave_at(*acts)) as cut:
                 yield
@@ -52,17 +49,15 @@ class TimeLimit:
             raise
 
     def check(self, *acts: str) -> None:
-        """Raises TimeLimitReached where these acts might not end in time."""
+        """Raises TimeLimitReached if these acts might not finish in time."""
         if self.is_over(*acts):
             raise self.reached()
 
     def is_over(self, *acts: str) -> bool:
-        """Returns whether these acts might not end in time."""
         at = self.leave_at(*acts)
         return at is not None and time.monotonic() > at
 
     def reached(self) -> TimeLimitReached:
-        """Returns the error that ends the run."""
         return TimeLimitReached(
             f"`trainer.max_hours` ({self._seconds / 3600:g}) is nearly over; the same command continues the run"
         )

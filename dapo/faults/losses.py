@@ -1,7 +1,4 @@
-"""Notices that ranks are lost while they have nothing to do, for which engines generate for minutes or hours.
-
-In: work that does not speak to the ranks. Out: its result, or `ActorsLost` at once, and the work is cut short.
-"""
+"""Detects the loss of idle actor ranks, while engines generate for minutes or hours."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,7 +10,7 @@ T = TypeVar("T")
 
 
 async def unless_lost(work: Coroutine[Any, Any, T], actors: ActorPool) -> T:
-    """Returns what `work` returns. Raises ActorsLost when the ranks are lost before its end."""
+    """Returns what `work` returns. Raises ActorsLost, and cancels `work`, when the ranks are lost before its end."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(actors.until_lost())
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -23,4 +20,4 @@ async def unless_lost(work: Coroutine[Any, Any, T], actors: ActorPool) -> T:
     finally:
         task.cancel()
         watch.cancel()
-        await asyncio.wait([task, watch])  # before anything else begins, what is cut short has ended
+        await asyncio.wait([task, watch])  # the cancelled work must end before anything else begins

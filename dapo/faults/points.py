@@ -1,9 +1,9 @@
-"""Breaks a process on purpose at a named point, for tests of recovery: `DAPO_FAULT=POINT:ACTION@N[,...]`.
+"""Injects a fault at a named point, for tests of recovery: `DAPO_FAULT=POINT:ACTION@N[,...]`.
 
-In: environment variables, which Ray's workers get from the driver. Out: nothing where they are not set. N counts how
-often a process passes the point, from 1; with `DAPO_FAULT_ONCE=DIRECTORY` the first process that gets there is the only
-one. Actions: `kill`, `stop` and `term` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk),
-`sleep` (`SLEEP_S`); any other is returned, and what it means stands at the point.
+Ray's workers inherit these environment variables from the driver. N counts how often a process passes the point, from
+1; with `DAPO_FAULT_ONCE=DIRECTORY` only the first process that gets there fails. Actions: `kill`, `stop` and `term`
+(signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk), `sleep` (`SLEEP_S`); any other is
+returned, and the code at the point defines its meaning.
 """
 
 import errno
@@ -21,7 +21,8 @@ _passed: Counter[str] = Counter()
 
 
 def fault_point(point: str) -> str:
-    """Does what `DAPO_FAULT` asks for here; returns an action that is not its own to do, "" for none."""
+    """Performs the action of `DAPO_FAULT` at this point and returns it, since some are left to the caller; "" for
+    none."""
     faults = os.environ.get(VARIABLE)
     if not faults:
         return ""
@@ -35,7 +36,6 @@ def fault_point(point: str) -> str:
 
 
 def fault_environment() -> dict[str, str]:
-    """Returns what a worker's environment needs so that it fails as its driver's says."""
     return {name: os.environ[name] for name in (VARIABLE, ONCE) if name in os.environ}
 
 

@@ -1,12 +1,11 @@
-"""Keeps a run going when its actors are lost, and saves what was trained however it ends.
+"""Continues a run when its actors are lost, and saves what was trained however the run ends.
 
     make a Trainer ─▶ run ─▶ done
-         ▲             │ ActorsLost: ranks died, hang, or stand at different points
-         └── restart ◀─┘ of all ranks; the new Trainer goes on from the newest checkpoint and the journal, without a
-                         batch that has lost them twice (`dapo.faults.refusals`)
+         ▲             │ ActorsLost: ranks died, hang, or have different states
+         └── restart ◀─┘ of all ranks; the new Trainer continues from the newest checkpoint and the journal, without a
+                         batch that has lost the ranks twice (`dapo.faults.refusals`)
 
-In: what makes a Trainer for the same pools. Out: a trained run, or the error that ended it. Engines and reward workers
-replace their processes by themselves (`workers.rollout`, `workers.reward`); they live on meanwhile.
+Engines and reward workers replace their own processes (`workers.rollout`, `workers.reward`) and stay up meanwhile.
 """
 
 import asyncio
@@ -21,13 +20,11 @@ from dapo.trainer import Trainer
 
 
 async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
-    """Trains to the last step. max_restarts: of all ranks, within an hour or until a step is trained that was not
-    before (`actor.max_restarts`).
+    """Trains to the last step. max_restarts: of all ranks, within an hour or until a new step is trained.
 
-    A signal does not cut the last save short, nor hide why the run ends; the second one ends the process.
-
+    A signal does not interrupt the last save, nor hide why the run ends; the second signal ends the process.
     Raises:
-        ActorsLost: they were lost more often.
+        ActorsLost: they were lost more often (`actor.max_restarts`).
     """
     restarts, furthest = Restarts(max_restarts), 0
     while True:
@@ -52,7 +49,7 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
 
 
 async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> None:
-    """Starts all ranks again; a start that fails counts as one more loss."""
+    """Restarts all ranks; a failed start counts as one more loss."""
     while True:
         if restarts.spent():
             raise ActorsLost(
@@ -72,8 +69,7 @@ async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> Non
 
 
 async def save_what_was_trained(trainer: Trainer) -> None:
-    """Saves, as the last act of a failed or interrupted run. A failure here is reported and does not hide the first
-    one."""
+    """Saves at the end of a failed or interrupted run. A failure is only reported, not to hide the first one."""
     try:
         await trainer.save()
         say(f"saved step {trainer.version}")

@@ -1,9 +1,7 @@
-"""Sets batches aside that must not be trained on, so that the run goes on without them and a person can replay them.
-
-In: a batch that all ranks refused or whose update has lost them twice, or mini-batches whose step was skipped. Out:
-files (`dapo.state.quarantine`); draws that start again under other seeds, and groups that no start takes again
-(`dapo.state.voided`); an end of the run where that does not help.
-"""
+"""Sets aside batches that must not be trained on, so that the run continues and a user can replay them. This applies to
+a batch that all ranks refused, a batch whose update has lost the ranks twice, and mini-batches whose optimizer step was
+skipped. They are written to files (`dapo.state.quarantine`); their prompts are drawn again with other seeds, and no
+restart takes the groups again (`dapo.state.voided`). The run ends if that does not help."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +16,11 @@ from dapo.state.voided import Voided
 from dapo.types import Collected, Group
 
 MAX_IN_A_ROW = 3
-MAX_LOSSES = 2  # of the ranks, in updates with the same batch: one alone is chance, as a rule
+MAX_LOSSES = 2  # of the ranks, in updates with the same batch: a single one is usually chance
 
 
 class NotFinite(RuntimeError):
-    """Says that too many optimizer steps in a row were skipped; what was trained before is whole."""
+    """Too many optimizer steps in a row were skipped; what was trained before is intact."""
 
 
 class Refusals:
@@ -36,10 +34,8 @@ class Refusals:
         self._in_a_row = 0
 
     def refused(self, collected: Collected, error: BatchRefused, version: int) -> None:
-        """Sets the groups of a refused batch aside and sends their draws back to the stream.
-
-        Raises `error` when `MAX_IN_A_ROW` batches were refused one after the other.
-        """
+        """Sets the groups of a refused batch aside and returns their draws to the stream. Raises `error` when
+        `MAX_IN_A_ROW` batches were refused one after the other."""
         self._voided.add(self._buffer.in_training(), version)
         self._put(collected.groups, version, error.reason, str(error), {})
         self._buffer.refused()
@@ -49,8 +45,8 @@ class Refusals:
         warn(f"a batch was set aside ({self._in_a_row} in a row; {MAX_IN_A_ROW} end the run): {error}")
 
     def lost(self, collected: Collected, error: ActorsLost, version: int) -> ActorsLost:
-        """Returns `error` with what becomes of the batch whose update from policy `version` has lost the ranks: after
-        `MAX_LOSSES`, also of several starts, it is set aside, and the next trainer draws its prompts again."""
+        """Returns `error` with what happens to the batch whose update from policy `version` has lost the ranks. After
+        `MAX_LOSSES`, counted across restarts, it is set aside, and the next trainer draws its prompts again."""
         times = self._voided.lost(collected.groups, version)
         where = f"{error}; it happened in the update from policy version {version}"
         if times < MAX_LOSSES:
@@ -61,10 +57,8 @@ class Refusals:
         return ActorsLost(f"{where}, {times} times with the same batch, which is set aside: {put}")
 
     def updated(self, collected: Collected, updated: Updated, version: int) -> None:
-        """Sets the groups of skipped mini-batches aside. version: that the update started from.
-
-        Raises NotFinite when too many optimizer steps in a row were skipped.
-        """
+        """Sets the groups of skipped mini-batches aside. version: the one that the update started from. Raises
+        NotFinite when too many optimizer steps in a row were skipped."""
         self._in_a_row = 0
         self._voided.trained(version)
         if updated.skipped:

@@ -1,4 +1,4 @@
-"""Bounds how often something is started again: a fault that comes back is no fault that a restart helps."""
+"""Limits restarts: a fault that keeps coming back is not solved by restarting."""
 
 import time
 from collections import deque
@@ -7,7 +7,7 @@ HOUR_S = 3600.0
 
 
 class Restarts:
-    """Counts restarts within the last hour, and those that failed since one worked. most: how many there may be."""
+    """Counts restarts within the last hour, and those since one worked. most: the limit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -15,20 +15,19 @@ class Restarts:
         self._in_a_row = 0
 
     def count(self) -> int:
-        """Returns how many there were within the last hour, or since one worked: each may take long to fail."""
+        """Returns the restarts within the last hour or since one worked, whichever are more: each may take long to
+        fail."""
         while self._recent and time.monotonic() - self._recent[0] > HOUR_S:
             self._recent.popleft()
         return max(len(self._recent), self._in_a_row)
 
     def spent(self) -> bool:
-        """Returns whether there may be no further one now."""
         return self.count() >= self.most
 
     def add(self) -> None:
-        """Notes one that begins."""
         self._recent.append(time.monotonic())
         self._in_a_row += 1
 
     def worked(self) -> None:
-        """Notes that the last one worked: what it was for has been done since."""
+        """Resets the count in a row: the restarted part has done its work since."""
         self._in_a_row = 0

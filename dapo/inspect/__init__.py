@@ -1,1 +1,1 @@
-"""Shows in a terminal what a run sampled and why: `python -m dapo.inspect RUN`."""
+"""Shows in a terminal what a run sampled, and how each group was used: `python -m dapo.inspect RUN`."""

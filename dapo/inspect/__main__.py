@@ -1,7 +1,5 @@
-"""Runs the command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it.
-
-It reads the sample store of a run (`dapo.store`), also while the run goes on, and starts neither Ray nor torch.
-"""
+"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it. It reads the
+sample store (`dapo.store`) of a finished or running run, and starts neither Ray nor torch."""
 
 import argparse
 import re
@@ -28,7 +26,6 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; `given.show` is the function that answers."""
     program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
     program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
@@ -74,7 +71,6 @@ def _bounds(question: argparse.ArgumentParser) -> None:
 
 
 def steps(store: Reader, given: argparse.Namespace) -> None:
-    """Prints the newest steps, or the slowest with what took so long."""
     every = store.steps()
     numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
     newest = every[max(0, len(every) - given.last) :]
@@ -92,12 +88,10 @@ def steps(store: Reader, given: argparse.Namespace) -> None:
 
 
 def _which(every: Sequence[Mapping[str, Any]], newest: int) -> str:
-    """Returns in words which steps are shown, empty where all are."""
     return f", {every[-newest]['step']} to {every[-1]['step']} shown" if 0 < newest < len(every) else ""
 
 
 def step(store: Reader, given: argparse.Namespace) -> None:
-    """Prints the groups of a step."""
     found = store.groups(given.number)
     if not found:
         raise ValueError(f"{store.path} has no step {given.number}")
@@ -107,7 +101,6 @@ def step(store: Reader, given: argparse.Namespace) -> None:
 
 
 def prompt(store: Reader, given: argparse.Namespace) -> None:
-    """Prints a prompt and its visits."""
     found = store.prompt(given.number)
     if found is None:
         raise ValueError(
@@ -123,14 +116,13 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
 
 
 def prompts(store: Reader, given: argparse.Namespace) -> None:
-    """Prints the share of each prompt in the draws."""
     names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
     rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit, least=given.least)]
     table("prompts by visits", (*names, "last fate"), rows, numbers=7)
 
 
 def draw(store: Reader, given: argparse.Namespace) -> None:
-    """Prints all answers of a group, right ones first."""
+    """Prints all answers of a group, the correct ones first."""
     found = sorted(store.group(given.number), key=lambda row: (-(row["accuracy"] or 0.0), row["sample"]))
     if not found:
         raise ValueError(f"{store.path} has no group of draw {given.number}: it went back to the stream, or runs still")
@@ -146,7 +138,6 @@ def draw(store: Reader, given: argparse.Namespace) -> None:
 
 
 def answers(store: Reader, given: argparse.Namespace) -> None:
-    """Prints answers of one kind, and how many there are."""
     found = store.answers(given.kind, given.limit, given.step)
     there = store.number_of(given.kind, given.step)
     rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
@@ -156,12 +147,10 @@ def answers(store: Reader, given: argparse.Namespace) -> None:
 
 
 def _fate(answer: dict[str, Any]) -> str:
-    """Returns what became of the group of an answer, and why the answer has no verdict of the functions."""
     return f"{answer['fate']}, {answer['failure']}" if answer["failure"] else str(answer["fate"])
 
 
 def search(store: Reader, given: argparse.Namespace) -> None:
-    """Prints answers that hold a text, and how many could not be searched."""
     found = store.search(given.text, given.limit, given.step)
     rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
     table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
@@ -177,7 +166,6 @@ def search(store: Reader, given: argparse.Namespace) -> None:
 
 
 def evaluations(store: Reader, given: argparse.Namespace) -> None:
-    """Prints the evaluations of the run, each set of held-out problems on its own."""
     found = store.metrics("eval/*")
     for name in (name for name in found if name.rsplit("/", 1)[-1] == "accuracy"):
         of_set = name.removesuffix("accuracy")
@@ -195,7 +183,6 @@ def evaluations(store: Reader, given: argparse.Namespace) -> None:
 
 
 def rewards(store: Reader, given: argparse.Namespace) -> None:
-    """Prints how far each reward function agrees with the accuracy."""
     found, every = agreements(store.rewards(given.last)), store.steps()
     rows = [
         [
@@ -213,7 +200,6 @@ def rewards(store: Reader, given: argparse.Namespace) -> None:
 
 
 def findings(store: Reader, given: argparse.Namespace) -> None:
-    """Prints what to look at."""
     found = rules.findings(figures(store))
     for look in found:
         block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
@@ -222,7 +208,6 @@ def findings(store: Reader, given: argparse.Namespace) -> None:
 
 
 def events(store: Reader, given: argparse.Namespace) -> None:
-    """Prints what happened."""
     rows = [
         [
             row["run"],
@@ -237,7 +222,6 @@ def events(store: Reader, given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers one question."""
     program = parser()
     given = program.parse_args(arguments)
     if given.html is not None and given.question is not None:

@@ -1,4 +1,4 @@
-"""Lists the charts of the page, each with the metrics that it draws (`dapo/report/README.md`)."""
+"""The charts of the page, each with the metrics that it draws (`dapo/report/README.md`)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ AT_LIMIT = ("reward/failed_cpu", "reward/failed_memory")  # verdicts: the answer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Describes a chart of lines. metrics: (name or pattern, label; of a pattern "": what stands for its star). top: of
-    the axis, where it is known. note: what a person should know who reads it."""
+    """A line chart. metrics: (name or pattern, label; for a pattern "": the part after "/"). top: of the axis, if
+    known. note: for the reader."""
 
     title: str
     unit: str
@@ -20,7 +20,6 @@ class Curve:
     without: tuple[str, ...] = ()
 
     def lines(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """Returns (metric, label) of those that the run has."""
         return [
             (name, label or name.partition("/")[2])
             for pattern, label in self.metrics

@@ -1,8 +1,5 @@
-"""Holds what the rules look at, and what they find.
-
-In: metrics of all steps, reward functions against the accuracy, the configuration. Out: the means of a metric over the
-first and over the newest steps, a fifth of the run each; findings in words.
-"""
+"""What the rules read, and what they return: means of a metric over the first and the newest steps (a fifth of the run
+each), reward functions compared with the accuracy, the configuration; and findings in words."""
 
 import json
 import statistics
@@ -13,7 +10,7 @@ from typing import Any
 from dapo.inspect.findings import Agreement, agreements
 from dapo.store.reader import Reader
 
-MIN_STEPS = 10  # fewer say nothing about where a run goes
+MIN_STEPS = 10  # fewer show no trend
 WINDOW = (3, 20)  # steps at each end, at least and at most
 REWARD_STEPS = 20  # newest, whose answers are compared with the reward functions
 METRICS = (
@@ -30,7 +27,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Holds a key that changes what was found. value: what it is in this run; None: not known. how: in words."""
+    """A key that may resolve a finding. value: its value in this run; None: not known. how: in words."""
 
     key: str
     value: Any
@@ -43,8 +40,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Holds one thing to look at. rule: its name, for a person. what: in words with figures. changes: what helps, the
-    likeliest first. draws: groups that show it."""
+    """One finding. what: in words with figures. changes: the most likely remedy first. draws: groups that show it."""
 
     rule: str
     what: str
@@ -54,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Holds the means of a metric over the first and over the newest steps of a run, and which these are."""
+    """Means of a metric over the first and over the newest steps of a run, and which steps these are."""
 
     first: float
     last: float
@@ -64,14 +60,14 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Holds what the rules look at. metrics: by name and step. rewards: of the newest steps. config: nested."""
+    """Input of the rules. metrics: by name and step. rewards: of the newest steps. config: nested."""
 
     metrics: Mapping[str, Mapping[int, float]]
     rewards: Sequence[Agreement]
     config: Mapping[str, Any]
 
     def ends(self, name: str) -> Ends | None:
-        """Returns both ends of a metric; None where it has too few steps."""
+        """Returns the first and newest means of a metric; None if it has too few steps."""
         values = self.metrics.get(name, {})
         steps = sorted(values)
         if len(steps) < MIN_STEPS:
@@ -82,25 +78,23 @@ class Figures:
         return Ends(first, last, *(f"steps {part[0]} to {part[-1]}" for part in parts))
 
     def last(self, name: str) -> float:
-        """Returns the mean over the newest steps; 0 where it has too few."""
+        """Returns the mean over the newest steps; 0 if there are too few."""
         ends = self.ends(name)
         return 0.0 if ends is None else ends.last
 
     def value(self, key: str) -> Any:
-        """Returns a value of the configuration; None: it has no such key."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def changes(self, *given: tuple[str, str] | tuple[str, str, Any]) -> tuple[Change, ...]:
-        """Returns (key, how) with the values of this run; of (key, how, best value) none that has that value."""
+        """Returns each (key, how) with its value in this run; skips (key, how, best value) if the value is the best."""
         pairs = [(self.value(key), key, how, best) for key, how, *best in given]
         return tuple(Change(key=key, value=value, how=how) for value, key, how, best in pairs if [value] != best)
 
 
 def figures(store: Reader) -> Figures:
-    """Returns the figures of a run, for the rules."""
     starts = store.starts()
     return Figures(
         metrics=store.metrics(*METRICS),

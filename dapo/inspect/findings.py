@@ -1,5 +1,4 @@
-"""Finds what a table of numbers does not show by itself: why a group was dropped, why a step was slow, which reward
-function disagrees with accuracy. Rows and numbers in, words and shares out."""
+"""Explains why a group was dropped or a step was slow, and how far reward functions agree with accuracy."""
 
 import itertools
 import statistics
@@ -13,7 +12,6 @@ Row = Mapping[str, Any]
 
 
 def why(group: Row) -> str:
-    """Returns in words what became of a group, and why."""
     n, scorable = group["responses"], group["scorable"]
     without = "" if scorable == n else f" of {scorable} that could be scored"
     right = "" if group["accuracy"] is None else f"{group['accuracy'] * scorable:.4g} right{without or f' of {n}'}"
@@ -29,7 +27,7 @@ def why(group: Row) -> str:
 
 
 def why_slow(step: Row, steps: Sequence[Row], warnings: Sequence[str]) -> str:
-    """Returns in words what took longer in a step than in the median step; "" where nothing did. steps: all."""
+    """Describes what took longer than in the median step; "" if nothing did. steps: all."""
     found = []
     excess = {phase: (step[phase] or 0.0) - _median(steps, phase) for phase in PHASES}
     phase = max(excess, key=lambda name: excess[name])
@@ -48,11 +46,9 @@ def _median(steps: Sequence[Row], name: str) -> float:
 
 @dataclass(slots=True)
 class Agreement:
-    """Holds how a reward function orders the answers to one prompt, against their accuracies.
-
-    A pair is two answers of a group with different accuracies. wrong: pairs in which the worse answer got more; even:
-    as much. by_draw: (wrong + even / 2) per group that has a pair.
-    """
+    """How a reward function orders the answers to one prompt, compared with their accuracies. A pair is two answers of
+    a group with different accuracies. wrong: pairs in which the worse answer got more; even: as much. by_draw: (wrong +
+    even / 2) per group with a wrong pair."""
 
     name: str
     pairs: int = 0
@@ -63,28 +59,27 @@ class Agreement:
 
     @property
     def disagreement(self) -> float:
-        """Returns the share of pairs in the wrong order, even ones as half: 0 agrees, 0.5 says nothing, 1 contradicts;
-        NaN without a pair."""
+        """Share of pairs in the wrong order, ties as half: 0 agrees, 0.5 no information, 1 contradicts; NaN without
+        pairs."""
         return (self.wrong + self.even / 2) / self.pairs if self.pairs else float("nan")
 
     @property
     def silent(self) -> bool:
-        """Returns whether it gives both answers of every pair as much."""
+        """Whether both answers of every pair get the same reward."""
         return self.even == self.pairs
 
     def mean(self, right: bool) -> float:
-        """Returns the mean over right, or over wrong, answers; NaN without one."""
+        """Returns the mean over the correct, or over the wrong, answers; NaN without one."""
         values = self.values[right]
         return statistics.fmean(values) if values else float("nan")
 
     @property
     def worst_draw(self) -> int | None:
-        """Returns the group with the most pairs in the wrong order; None without a pair in the wrong order."""
+        """The group with the most pairs in the wrong order; None if no pair is in the wrong order."""
         draw = max(self.by_draw, key=lambda index: self.by_draw[index], default=None)
         return draw if draw is not None and self.wrong else None
 
     def add(self, draw: int, scored: Sequence[tuple[float, float]]) -> None:
-        """Takes (accuracy, reward) of the answers of a group."""
         for accuracy, value in scored:
             self.values[accuracy > 0.5].append(value)
         wrong = even = pairs = 0
@@ -100,7 +95,7 @@ class Agreement:
 
 def agreements(rewards: Iterable[tuple[int, float | None, Mapping[str, float | None]]]) -> list[Agreement]:
     """Returns one per reward function, the one that disagrees most first, silent ones last. rewards: (draw, accuracy,
-    reward by function) of each answer, group by group."""
+    reward by function) of each answer, ordered by group."""
     found: dict[str, Agreement] = {}
     for draw, answers in itertools.groupby(rewards, key=lambda answer: answer[0]):
         scored: dict[str, list[tuple[float, float]]] = {}

@@ -1,8 +1,6 @@
-"""Picks the groups that the page shows with their answers: few per step, the ones that a person would look for.
-
-In: the sample store. Out: plain values for JSON, at most `MAX_BYTES` of it, however many steps and however long the
-answers: then fewer steps are shown, and of each answer its beginning and its end.
-"""
+"""Selects the groups that the page shows with their answers: a few per step, those that a reader would look for.
+Output: plain values for JSON, at most `MAX_BYTES`. To stay below, answers are shortened to their beginning and end,
+then fewer groups are shown."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Any]]] = {  # whic
 
 
 def browser(store: Reader, steps: Sequence[int], draws: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Returns groups with answers, oldest step first. steps: of the run. draws: groups to show in any case."""
+    """Returns groups with answers, oldest step first. steps: of the run. draws: groups that must be shown."""
     groups = []
     for step in spread(steps, STEPS):
         rows = store.groups(step)
@@ -48,14 +46,13 @@ def browser(store: Reader, steps: Sequence[int], draws: Sequence[int] = ()) -> l
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """Returns at most so many steps, evenly spread, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
 
 
 def picked(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
-    """Returns the first group of each kind, with all the kinds that it is of."""
+    """Returns the first group of each kind, with all the kinds that it belongs to."""
     found: dict[int, tuple[Row, list[str]]] = {}
     for kind, (which, order) in KINDS.items():
         fitting = [row for row in rows if which(row)]
@@ -87,7 +84,7 @@ def _group(store: Reader, row: Row, kinds: list[str]) -> dict[str, Any]:
 
 
 def _shown(answers: Sequence[Row]) -> list[Row]:
-    """Returns the longest, the truncated before others, and the rest as they come."""
+    """Returns at most `SIDE` answers, the longest (truncated ones preferred) first."""
     longest = sorted(answers, key=lambda one: (one["finish_reason"] != "length", -one["tokens"]))[:1]
     return [*longest, *[one for one in answers if one not in longest]][:SIDE]
 
@@ -104,8 +101,7 @@ def _answer(row: Row) -> dict[str, Any]:
 
 
 def shortened(text: Pieces, most: int) -> Pieces:
-    """Returns a text of at most `most` characters, two thirds of them from its end, where an answer stands; without
-    characters that do something to what shows them."""
+    """Returns at most `most` characters, two thirds from the end, where the answer is; no control characters."""
     head, left, tail = text
     excess = len(head) + len(tail) - most
     if excess > 0:
@@ -115,8 +111,7 @@ def shortened(text: Pieces, most: int) -> Pieces:
 
 
 def bounded(groups: list[dict[str, Any]], most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
-    """Returns the groups with texts so short that all is at most so many bytes of JSON; if nothing else helps, every
-    second of them."""
+    """Shortens texts until the JSON fits into `most_bytes`; if that is not enough, drops every second group."""
     most = LONGEST_TEXT
     while len(json.dumps(groups)) > most_bytes:
         most //= 2

@@ -1,8 +1,6 @@
-"""Writes one page that shows a run: `python -m dapo.inspect RUN --html FILE`.
-
-In: the sample store. Out: a file that needs no server and loads nothing: `assets/` and the data as JSON, bounded
-whatever the length of the run. What a model wrote is data: the page puts it in as text, and no other script may run.
-"""
+"""Writes one page that shows a run: `python -m dapo.inspect RUN --html FILE`. The file needs no server and loads
+nothing: it has `assets/` and the data as JSON, of bounded size. Model output is inserted as text only, and no other
+script may run."""
 
 import base64
 import hashlib
@@ -22,9 +20,9 @@ from dapo.inspect.rules import findings
 from dapo.report.console import plain
 from dapo.store.reader import PHASES, Reader
 
-COLUMNS = 400  # of a chart: where a run has more steps, each is the mean of several
+COLUMNS = 400  # of a chart; with more steps, each is the mean of several
 LENGTH_BINS, RATE_BINS = 24, 10
-MAX_SAMPLED = 200_000  # responses in the histogram of lengths; of more, those of every so many-th draw
+MAX_SAMPLED = 200_000  # responses in the histogram of lengths; with more, one draw in so many is used
 EVENTS = 200  # newest
 SCRIPTS = ("draw.js", "charts.js", "groups.js", "main.js")  # in this order
 
@@ -33,28 +31,25 @@ Series = Mapping[int, float]  # by step
 
 
 class Columns:
-    """Divides the steps of a run into the columns of its charts."""
+    """Maps the steps of a run (in order, at least one) to the columns of its charts."""
 
     def __init__(self, steps: Sequence[int]) -> None:
-        """Takes the steps, in their order, at least one."""
         size = -(-len(steps) // COLUMNS)
         parts = [steps[start : start + size] for start in range(0, len(steps), size)]
         self.bounds = [(part[0], part[-1]) for part in parts]
         self._first = [first for first, _ in self.bounds]
 
     def of(self, step: int) -> int:
-        """Returns the column of a step."""
         return max(0, bisect_right(self._first, step) - 1)
 
     def means(self, series: Series) -> list[float | None]:
-        """Returns the mean of each column; None where it has no value."""
         parts: list[list[float]] = [[] for _ in self.bounds]
         for step, value in series.items():
             parts[self.of(step)].append(value)
         return [_short(statistics.fmean(part)) if part else None for part in parts]
 
     def counts(self, found: Iterable[tuple[int, int, int]], bins: int) -> list[list[int]]:
-        """Returns per column how many are in each bin. found: (step, bin, how many)."""
+        """Returns per column the count in each bin. found: (step, bin, count)."""
         counts = [[0] * bins for _ in self.bounds]
         for step, place, number in found:
             counts[self.of(step)][min(place, bins - 1)] += number
@@ -62,10 +57,7 @@ class Columns:
 
 
 def write(store: Reader, path: Path) -> str:
-    """Writes the page, and returns a line that says what is in it.
-
-    Raises ValueError for a run without a step, and where the file cannot be written.
-    """
+    """Writes the page and returns a line about it. Raises ValueError without a step, or if it cannot be written."""
     run = figures(store)
     found = data(store, run, findings(run))
     text = page(found)
@@ -78,13 +70,13 @@ def write(store: Reader, path: Path) -> str:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Returns the page in ASCII. found: as from `data`; any text in it stays data."""
-    # Only "<" can end a script element; JSON may spell it as an escape wherever it can stand.
+    """Returns the page in ASCII. found: from `data`; any text in it stays data."""
+    # Only "<" can end a script element; JSON allows it as an escape wherever it occurs.
     inside = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     parts = {"STYLE_HASH": _hash(style), "SCRIPT_HASH": _hash(script), "STYLE": style, "SCRIPT": script, "DATA": inside}
     text = _asset("page.html")
-    for name, value in parts.items():  # the data last: what is in it is not looked at again
+    for name, value in parts.items():  # the data last: it is not scanned for placeholders
         before, _, after = text.partition(f"[[{name}]]")
         text = before + value + after
     return text
@@ -104,7 +96,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
     if not rows:
         raise ValueError(f"{store.path} has no step yet; wait for the first one to end")
     steps = [row["step"] for row in rows]
-    ended = [{**row, "trained": row["trained"] - (row["alike"] or 0)} for row in rows]  # no group stands in two parts
+    ended = [{**row, "trained": row["trained"] - (row["alike"] or 0)} for row in rows]  # each group in one part only
     metrics = store.metrics(*PATTERNS, "eval/*")
     columns = Columns(steps)
     return {
@@ -135,7 +127,6 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
 
 
 def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Returns the name of the run, and its figures as (name, figure, remark)."""
     starts = store.starts()
     config = dict(_flat(starts[-1]["config"])) if starts else {}
     seconds = [row["seconds"] for row in rows if row["seconds"] is not None]
@@ -176,7 +167,6 @@ def _curves(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, A
 
 
 def _evaluations(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Returns the accuracy of each held-out set with its interval, by step."""
     found = []
     names = sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/accuracy"))
     for name in names:
@@ -198,7 +188,6 @@ def _stack(columns: Columns, series: Mapping[str, Series]) -> list[dict[str, Any
 
 
 def _busy(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Returns the share of each step in which a role had work."""
     walls = metrics.get("perf/step_s", {})
     found = {}
     for role, phases in ROLES.items():
@@ -209,14 +198,13 @@ def _busy(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any
 
 
 def _lengths(store: Reader, columns: Columns, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the histograms of the lengths. width: tokens of a bin. every: of the draws, one of so many is in it."""
+    """Returns the histograms of the lengths. width: tokens of a bin. every: one draw in so many is counted."""
     width = max(1, -(-(max(row["longest"] or 0 for row in rows) + 1) // LENGTH_BINS))
     every = -(-store.responses() // MAX_SAMPLED) or 1
     return {"width": width, "every": every, "counts": columns.counts(store.lengths(width, every), LENGTH_BINS)}
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
-    """Returns the configuration as (key, value)."""
     found: list[tuple[str, str]] = []
     for name, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,8 +1,5 @@
-"""Finds what a person should look at in a run: each rule says what it found in figures, and which key changes it.
-
-In: the figures of a run. Out: findings, the same for the terminal and for the page. A rule compares the newest steps
-with the first ones.
-"""
+"""Rules that find problems in a run: each reports what it found in figures, and which keys to change. The terminal and
+the page show the same findings. Most rules compare the newest steps with the first ones."""
 
 from collections.abc import Callable
 
@@ -22,7 +19,6 @@ IDLE = 0.3  # share of a step
 
 
 def findings(run: Figures) -> list[Finding]:
-    """Returns what there is to look at, in the order of the rules; nothing where all is as it should be."""
     return [found for rule in RULES if (found := rule(run)) is not None]
 
 

@@ -1,8 +1,5 @@
-"""Lays rows out for a terminal: tables, and answers as blocks of text.
-
-In: rows of `dapo.store.reader`. Out: lines on standard output. What a model wrote is text and nothing else: it is
-printed as `rich.text.Text`, which takes no markup, and without control characters.
-"""
+"""Prints tables and answers on a terminal. Model output is printed as `rich.text.Text`, which interprets no markup, and
+without control characters."""
 
 import math
 import os
@@ -20,8 +17,8 @@ from dapo.report.console import plain
 
 Row = Mapping[str, Any]
 CELL = 48  # characters of a text in a table
-NARROW, WIDE = 110, 200  # columns at least, and where the output is no terminal
-HEADINGS = {  # that are wider than what stands below them
+NARROW, WIDE = 110, 200  # minimum width, and width without a terminal
+HEADINGS = {  # those wider than the values of their column
     "generation": "gener-\nation",
     "all_correct": "all\nright",
     "all_wrong": "all\nwrong",
@@ -36,13 +33,12 @@ HEADINGS = {  # that are wider than what stands below them
 
 
 def console() -> Console:
-    """Returns where everything is shown; a narrower terminal breaks the lines itself."""
     width = shutil.get_terminal_size((WIDE, 24)).columns if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
     return Console(width=max(width, NARROW))
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]], numbers: int = 0) -> None:
-    """Prints rows under their names, or the title alone. numbers: of columns at the left, aligned to the right."""
+    """Prints rows under a title; the title alone without rows. numbers: columns at the left that are right-aligned."""
     out = console()
     out.print(Text(plain(title), style="bold"))
     if not rows:
@@ -58,7 +54,6 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]], nu
 
 
 def block(title: str, text: str) -> None:
-    """Prints a text as it is, with its line breaks, under a title."""
     out = console()
     out.print(Text(title, style="bold"))
     out.print(Text(plain(text)))
@@ -66,7 +61,6 @@ def block(title: str, text: str) -> None:
 
 
 def cell(value: object) -> str:
-    """Returns a value for a table: short, in one line; an absent one as a dash."""
     if value is None or isinstance(value, float) and math.isnan(value):
         return "–"
     if isinstance(value, float):
@@ -75,17 +69,14 @@ def cell(value: object) -> str:
 
 
 def beginning(text: str | None) -> str:
-    """Returns the beginning of a text for a table."""
     return "" if text is None else text[:CELL] + "…" * (len(text) > CELL)
 
 
 def ending(text: str | None) -> str:
-    """Returns the end of a text, where an answer stands."""
     return "(not kept)" if text is None else "…" * (len(text) > CELL) + text[-CELL:]
 
 
 def around(text: str, what: str) -> str:
-    """Returns the place in a text where `what` stands first."""
     at = max(0, text.lower().find(what.lower()))
     start, end = max(0, at - CELL // 2), at + len(what) + CELL // 2
     return "…" * (start > 0) + text[start:end] + "…" * (end < len(text))

@@ -1,1 +1,1 @@
-"""Measures time, memory and use of the machine, for metrics and bounds."""
+"""Measurement of time, memory and utilization, for metrics and limits."""

@@ -1,8 +1,6 @@
-"""Measures where the wall time of a step goes: per phase, and the driver's own share.
-
-In: `with clock("generation"):` around each wait. Out: seconds in which at least one wait of the phase was open, and as
-`driver` the seconds in which none was.
-"""
+"""Measures the wall time of a step per phase, and the driver's own share. Use `with clock("generation"):` around each
+wait. A phase counts the seconds in which at least one of its waits was open; `driver` counts those in which none was
+open."""
 
 import time
 from collections import Counter, defaultdict
@@ -16,7 +14,7 @@ class PhaseClock:
     """Measures phases that may overlap and nest: a group is scored while others are generated."""
 
     def __init__(self, trace: Callable[[str, float, float], None] = lambda phase, began, ended: None) -> None:
-        """trace: takes each stretch of a phase, with its beginning and end (`time.monotonic()`)."""
+        """trace: called with each interval of a phase: its name, begin and end (`time.monotonic()`)."""
         self._trace = trace
         self._open: Counter[str] = Counter()
         self.since: dict[str, float] = {}  # when each phase that is open now began (`time.monotonic()`)
@@ -33,7 +31,6 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Counts the time until the block ends towards `phase`."""
         self._advance()
         self._open[phase] += 1
         self.since.setdefault(phase, self._last)
@@ -53,8 +50,7 @@ class PhaseClock:
         self._ended[phase] = before, self._last
 
     def lap(self) -> dict[str, float]:
-        """Returns the seconds per phase since the last lap, with `driver` and the wall time as `step`; starts the next
-        lap."""
+        """Returns the seconds per phase since the last call, with `driver` and the wall time as `step`."""
         self._advance()
         for phase, (began, ended) in self._ended.items():
             self._trace(phase, began, ended)

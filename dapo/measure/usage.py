@@ -1,7 +1,4 @@
-"""Measures what a role makes of its machine: levels over time, memory.
-
-In: what a role knows while it works. Out: numbers for the metrics of `perf/`. Nothing here asks another process.
-"""
+"""Measures the utilization of a role: levels over time, memory. It calls no other process."""
 
 import contextlib
 import time
@@ -12,7 +9,7 @@ import psutil
 
 
 def resident_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Returns the resident memory of those that still run; pages that they share count once for each."""
+    """Returns the resident memory of the processes that are alive; shared pages count once per process."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -22,10 +19,8 @@ def resident_bytes(processes: Iterable[psutil.Process]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankUse:
-    """Says what an update took of one rank. Made in its process, consumed by `workers.training.use`.
-
-    device: its name; "" on a CPU. gpu_peak_bytes: the most that torch held allocated during the update.
-    """
+    """What an update used on one rank. Made in its process, read by `workers.training.use`. device: its name; "" on a
+    CPU. gpu_peak_bytes: peak of torch's allocated memory during the update."""
 
     resident_bytes: int
     device: str = ""
@@ -33,35 +28,31 @@ class RankUse:
 
 
 class Level:
-    """Follows a number over time, such as the length of a queue; 0 at first."""
+    """Tracks a number over time, such as the length of a queue, from 0. now: returns seconds of any origin."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begins at 0. now: seconds, of any origin."""
         self._now = now
         self._since = now()
         self._value = self._area = self._peak = 0.0
 
     @property
     def value(self) -> float:
-        """Returns the number as it is."""
         return self._value
 
     def set(self, value: float) -> None:
-        """Notes that the number is another from now on."""
         now = self._now()
         self._area += self._value * (now - self._since)
         self._value, self._since = value, now
         self._peak = max(self._peak, value)
 
     def add(self, change: float) -> None:
-        """Notes a change of the number."""
         self.set(self._value + change)
 
     def area(self) -> float:
-        """Returns the integral over the time so far: its growth, divided by the seconds, is the mean."""
+        """Returns the time integral so far; its increase divided by the elapsed seconds is the mean."""
         return self._area + self._value * (self._now() - self._since)
 
     def peak(self) -> float:
-        """Returns the greatest since it was last asked."""
+        """Returns the maximum since the last call."""
         peak, self._peak = self._peak, self._value
         return peak

@@ -1,1 +1,1 @@
-"""Runs functions of a person's own in place of built-in ones: loss, advantages, weights of tokens, filter of groups."""
+"""User-defined functions in place of built-in ones: loss, advantages, token weights, group filter."""

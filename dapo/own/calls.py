@@ -1,8 +1,5 @@
-"""Calls a person's own functions where the built-in ones would be called, with results of the built-in ones' types.
-
-In: an `OwnFunction` and what it may ask for. Out: tensors, or an outcome of a group. What was checked at the start of
-the run (`dapo.own.check`) is not checked again, but for what would be taken for something else.
-"""
+"""Calls user-defined functions with the arguments and result types of the built-in ones. Checks of the start of the run
+(`dapo.own.check`) are not repeated, except for results that could be misinterpreted silently."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +22,8 @@ def own_policy_loss(
     segment_ids: Tensor,
     cfg: AlgorithmConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a loss per token, [R], and the statistics of `dapo.loss.policy_loss`: those that the function gives, and
-    otherwise that nothing is clipped. Raises OwnFunctionError where shape or dtype is another than that of
-    `logprobs`."""
+    """Returns a loss per token, [R], and the statistics of `dapo.loss.policy_loss`. Statistics that the function does
+    not return have defaults: nothing is clipped. Raises OwnFunctionError if a shape or dtype does not match."""
     result = own(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
@@ -54,7 +50,7 @@ def own_policy_loss(
 def own_advantages(
     own: OwnFunction, *, rewards: Tensor, lengths: Tensor, parts: Tensor, part_weights: Tensor, normalize_by_std: bool
 ) -> Tensor:
-    """Returns advantages, [G, n]; raises OwnFunctionError where they are not finite."""
+    """Returns advantages, [G, n]. Raises OwnFunctionError if they are not finite."""
     found = own(
         rewards=rewards, lengths=lengths, parts=parts, part_weights=part_weights, normalize_by_std=normalize_by_std
     )
@@ -65,7 +61,7 @@ def own_advantages(
 def own_token_weights(
     own: OwnFunction, response_lengths: Tensor, mode: str, *, group_sizes: Sequence[int], max_response_length: int
 ) -> Tensor:
-    """Returns the weight of each token of each response, [N]; raises OwnFunctionError where one is not finite."""
+    """Returns the weight of each token of each response, [N]. Raises OwnFunctionError if one is not finite."""
     found = own(
         response_lengths=response_lengths, mode=mode, group_sizes=group_sizes, max_response_length=max_response_length
     )
@@ -80,7 +76,7 @@ def _finite(own: OwnFunction, what: str, found: Tensor) -> Tensor:
 
 
 def _like(own: OwnFunction, what: str, found: Any, like: Tensor) -> None:
-    """Raises where shape or type differ: broadcasting [N] against [N, 1] would quietly train on every pair."""
+    """Raises if shape or dtype differ: broadcasting [N] against [N, 1] would silently train on every pair."""
     wanted = f"a tensor of shape {tuple(like.shape)} and type {_short(like.dtype)}"
     if not isinstance(found, Tensor):
         raise OwnFunctionError(f"{own.source} gives {type(found).__name__} as {what}; give {wanted}")

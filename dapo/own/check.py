@@ -1,8 +1,6 @@
-"""Loads a user's own functions before any worker starts, and tries their loss on a small made-up batch.
-
-In: a configuration. Out: one line per function that cannot be used, with the reason. What the loss is tried for holds
-for every built-in one: a run does not depend on how sequences are packed, in which order, and on how many ranks.
-"""
+"""Loads user-defined functions before any worker starts, and tests their loss on a small synthetic batch. Returns one
+line per unusable function, with the reason. The tests check properties of every built-in loss: the result does not
+depend on packing, order of the sequences, or number of ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -22,7 +20,7 @@ RTOL, ATOL = 1e-4, 1e-6  # sums in another order differ by less, in float32
 
 
 def own_functions(cfg: Config) -> list[str]:
-    """Returns what is wrong with the user's own functions, one line each."""
+    """Returns the problems of the user-defined functions, one line each."""
     forget()
     return list(_problems(cfg))
 
@@ -39,7 +37,7 @@ def _problems(cfg: Config) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Holds what a loss is given, per token, [R]; segment_ids counts responses from 1, and 0 are masked tokens."""
+    """Arguments of a loss, per token, [R]; segment_ids counts responses from 1, and 0 are masked tokens."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -48,12 +46,11 @@ class Tokens:
     weights: Tensor
 
     def at(self, index: Tensor) -> "Tokens":
-        """Returns the tokens at these places."""
         return Tokens(**{field.name: getattr(self, field.name)[index] for field in fields(Tokens)})
 
 
 def make_tokens(spread: float) -> Tokens:
-    """Returns responses whose log-ratio is of this size, in nats; 0: exactly on-policy."""
+    """Returns responses with log-ratios of +-`spread` nats; 0: exactly on-policy."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(LENGTHS)
     logprobs = -torch.rand(sum(LENGTHS), generator=generator) * 2 - 0.1
@@ -68,7 +65,7 @@ def make_tokens(spread: float) -> Tokens:
 
 
 def check_policy_loss(own: OwnFunction, cfg: AlgorithmConfig) -> None:
-    """Raises OwnFunctionError for a loss that no run could train with, with the reason and a remedy."""
+    """Raises OwnFunctionError, with the reason and a remedy, for a loss that no run could train with."""
     near, off = make_tokens(0.0), make_tokens(0.4)
     _, gradient = _tried(own, near, cfg, "where the policy is the one that sampled")
     if not gradient.any():
@@ -97,7 +94,7 @@ _ALONE = (
 
 
 def _order(own: OwnFunction, tokens: Tokens, straight: tuple[Tensor, Tensor], cfg: AlgorithmConfig) -> None:
-    """Lays the responses end to end in another order."""
+    """Checks the loss with the responses in another order."""
     responses = [3, 1, 5, 2, 4]
     index = torch.cat([(tokens.segment_ids == response).nonzero()[:, 0] for response in responses])
     turned = tokens.at(index)
@@ -110,7 +107,7 @@ def _order(own: OwnFunction, tokens: Tokens, straight: tuple[Tensor, Tensor], cf
 
 
 def _packing(own: OwnFunction, tokens: Tokens, straight: tuple[Tensor, Tensor], cfg: AlgorithmConfig) -> None:
-    """Lays the responses into several micro-batches, and masked tokens among them."""
+    """Checks the loss with the responses split into several micro-batches, and with masked tokens among them."""
     found = []
     for responses in ((1,), (2, 3), (4, 5)):
         index = torch.isin(tokens.segment_ids, torch.tensor(responses)).nonzero()[:, 0]

@@ -1,8 +1,6 @@
-"""Finds functions of a person's own (`FILE.py:FUNCTION`) and calls them with what their parameters name.
-
-In: a configuration. Out: functions of one reading of their files, on the driver and, as a `Source` that travels, on
-every rank: no node needs the file, and no change of it reaches a run that has begun.
-"""
+"""Loads user-defined functions (`FILE.py:FUNCTION`) and calls them with the arguments that their parameters name. Each
+file is read once per run, on the driver; ranks get its text as a `Source`. So no node needs the file, and a later
+change of it does not affect the run."""
 
 import difflib
 import hashlib
@@ -21,7 +19,7 @@ from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.rewards.calling.loading import describe, run_module
 
-# What a function may ask for, by name; it takes any of them.
+# Parameters that a function may have, by key; it may take any subset of them.
 PARAMETERS = {
     "algorithm.policy_loss": (
         *("logprobs", "old_logprobs", "advantages", "segment_ids"),
@@ -34,12 +32,12 @@ PARAMETERS = {
 
 
 class OwnFunctionError(RuntimeError):
-    """Says that a person's function raised, or gave what it must not; names the key, the function and its place."""
+    """A user-defined function raised, or returned an invalid result; names the key, the function and the line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Holds the text of a file with the function that a key names. Made by `read`, consumed by `load`, on any node."""
+    """The text of a file with the function that a key names. Made by `read`, consumed by `load`, on any node."""
 
     key: str
     path: str
@@ -48,7 +46,6 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Returns the SHA-256 of the file."""
         return hashlib.sha256(self.text).hexdigest()
 
     def __str__(self) -> str:
@@ -57,14 +54,14 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFunction:
-    """Holds a loaded function. takes: which of the key's parameters it asks for; None: all of them."""
+    """A loaded function. takes: the parameters that it has; None: all of the key's."""
 
     source: Source
     function: Callable[..., Any]
     takes: frozenset[str] | None
 
     def __call__(self, **available: Any) -> Any:
-        """Calls it with those of `available` that it asks for. Raises OwnFunctionError where it raises."""
+        """Calls it with the arguments that it takes. Raises OwnFunctionError if it raises."""
         given = available if self.takes is None else {name: available[name] for name in self.takes}
         try:
             return self.function(**given)
@@ -76,13 +73,13 @@ class OwnFunction:
 
 
 def chosen(cfg: Config) -> dict[str, str]:
-    """Returns path and name of every function of a person's own that the configuration has, by key."""
+    """Returns FILE.py:FUNCTION of every user-defined function in the configuration, by key."""
     values = {key: attrgetter(key)(cfg) for key in PARAMETERS}
     return {key: value for key, value in values.items() if OWN.fullmatch(value)}
 
 
 def make_absolute(cfg: Config) -> None:
-    """Makes the paths absolute; ready names stay."""
+    """Makes the paths of user-defined functions absolute, in place."""
     for key, value in chosen(cfg).items():
         section, _, field = key.rpartition(".")
         path, _, name = value.rpartition(":")
@@ -90,7 +87,7 @@ def make_absolute(cfg: Config) -> None:
 
 
 def _file(path: str) -> Path:
-    """Returns the absolute path of a file, inside a package too (`pkg://PACKAGE/NAME`)."""
+    """Returns the absolute path of a file, also of one in a package (`pkg://PACKAGE/NAME`)."""
     return Path(resolve_path(path)).expanduser().absolute()
 
 
@@ -98,32 +95,31 @@ _loaded: dict[tuple[str, str], OwnFunction] = {}  # of this process: one reading
 
 
 def forget() -> None:
-    """Lets files be read again: a run begins."""
+    """Clears the cache at the start of a run, so that files are read again."""
     _loaded.clear()
 
 
 def own_function(key: str, value: str) -> OwnFunction:
-    """Returns the function that a key names, of the first reading since `forget`. Raises ValueError as `read`, `load`
-    do."""
+    """Returns the function of a key, as first read since `forget`. Raises ValueError as `read` and `load` do."""
     if (key, value) not in _loaded:
         _loaded[key, value] = load(read(key, value))
     return _loaded[key, value]
 
 
 def source_of(cfg: Config, key: str) -> Source | None:
-    """Returns what ranks need to load the function of a key; None for a ready one."""
+    """Returns what ranks need to load the function of a key; None for a built-in one."""
     value = chosen(cfg).get(key)
     return None if value is None else own_function(key, value).source
 
 
 def digests(cfg: Config) -> dict[str, str]:
-    """Returns a line by key that says which functions these are, wherever their files lie."""
+    """Returns a line by key that identifies the functions by name and hash, not by folder."""
     found = {key: own_function(key, value).source for key, value in chosen(cfg).items()}
     return {key: f"{Path(one.path).name}:{one.name}, sha256 {one.digest}" for key, one in found.items()}
 
 
 def read(key: str, value: str) -> Source:
-    """Reads the file. Raises ValueError where there is none."""
+    """Reads the file. Raises ValueError if it cannot be read."""
     file, _, name = value.rpartition(":")
     path = _file(file)
     try:
@@ -133,9 +129,9 @@ def read(key: str, value: str) -> Source:
 
 
 def load(source: Source) -> OwnFunction:
-    """Runs the file's text as a module of its own, and finds the function. The file's folder does not enter the search
-    path: it can import what is installed, and no file beside it. Raises ValueError where it cannot be imported, has no
-    such function, or one that asks for what there is not."""
+    """Runs the file's text as a separate module, and returns the function. The file's folder is not on the search path:
+    it can import what is installed, but no file beside it. Raises ValueError if it cannot be imported, or lacks the
+    function, or the function has an unknown parameter."""
     name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
     try:
         module = run_module(importlib.util.spec_from_loader(name, _Text(source)))
@@ -175,7 +171,7 @@ def _takes(source: Source, function: Callable[..., Any]) -> frozenset[str] | Non
 
 
 class _Text(importlib.abc.SourceLoader):
-    """Loads a module from the text that travelled, under the name of its file; writes no bytecode."""
+    """Loads a module from the text of a `Source`, under the name of its file; writes no bytecode."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -2,11 +2,11 @@
 
     command line ─▶ Hydra ─▶ Config, validated ─▶ model shape ─▶ memory, tokens, FLOPs, time ─▶ text
 
-Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and one step's work and estimated time, all
-with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
-With `--job` it prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit the run must
-be signalled, its output directory, and what it goes on from. Starts no worker and needs no network: the shapes of the
-shipped experiments' models are here (`dapo.config.facts.model_shape`).
+Prints memory per GPU and phase, an engine's KV cache, checkpoint size, and the work and estimated time of one step,
+with their arithmetic. The assumptions are keys of `plan`. If something cannot fit, exits with 1 and the keys to change.
+With `--job`, prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit to signal the
+run, its output directory, and what it resumes from. Starts no worker and needs no network: the shapes of the shipped
+experiments' models are included (`dapo.config.facts.model_shape`).
 """
 
 import sys
@@ -29,14 +29,13 @@ JOB = "--job"
 
 
 def configuration(overrides: Sequence[str]) -> PlannedConfig:
-    """Returns the configuration that a run with these arguments would have. Raises ValueError as a run would."""
     cfg = compose(overrides, plan=True)
     assert isinstance(cfg, PlannedConfig)
     return cfg
 
 
 def known_shape(cfg: PlannedConfig) -> ModelShape:
-    """Returns the model's shape. Raises ValueError where it cannot run so, or its architecture is not known here."""
+    """Raises ValueError if the model cannot run with this configuration, or its architecture is unknown."""
     shape = shape_of(read_config(cfg.model.path), cfg.model.path)
     if found := [*refusals(cfg), *unpredictable(cfg)]:
         raise ValueError("\n".join(found))
@@ -44,13 +43,13 @@ def known_shape(cfg: PlannedConfig) -> ModelShape:
 
 
 def refusals(cfg: PlannedConfig) -> list[str]:
-    """Returns why the model cannot run so. Raises UnknownShape where no config.json of the model is found."""
+    """Returns why the model cannot run with this configuration. Raises UnknownShape if the model has no config.json."""
     config = read_config(cfg.model.path)
     return [*heads_problems(cfg, config), *architecture_problems(cfg, config), *batches(cfg, device_of(cfg))]
 
 
 def unpredictable(cfg: PlannedConfig) -> Iterator[str]:
-    """Yields one message per assumption that contradicts the configuration, and per width that the planner ignores."""
+    """Yields assumptions that contradict the configuration, and settings that the planner does not support."""
     mean, cap, args = cfg.plan.mean_response_tokens, cfg.data.max_response_length, cfg.rollout.vllm
     if mean > cap:
         yield f"`plan.mean_response_tokens` ({mean}) must be at most `data.max_response_length` ({cap})"
@@ -65,7 +64,6 @@ def unpredictable(cfg: PlannedConfig) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the plan; the exit code says whether it can run."""
     arguments = [argument for argument in sys.argv[1:] if argument != JOB]
     if {"-h", "--help"} & set(arguments):
         say(__doc__)

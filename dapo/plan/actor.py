@@ -1,10 +1,10 @@
-"""Computes the memory of one actor rank, phase by phase: configuration and model shape in, terms with arithmetic out.
+"""Memory of one actor rank, phase by phase, as terms with their arithmetic.
 
 What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
-`actor.offload=host`; with `phase` the moments, while engines generate); of the unit in work the gathered parameters,
-and those of the next one on their way; in the backward pass also the unit's whole gradient, and once more in float32 on
-its way into the shards. The root (final norm, head, the embedding where it is tied) stays gathered from the first
-layer's forward pass to the end of the backward pass.
+`actor.offload=host`; with `phase` only the moments, while engines generate). For the current unit the gathered
+parameters, and those of the next unit in transit. In the backward pass also the unit's whole gradient, and a float32
+copy of it on the way into the shards. The root (final norm, head, and the embedding if tied) stays gathered from the
+first layer's forward pass to the end of the backward pass.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) -> Term:
-    """Sizes `count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless a parameter or the model decides."""
+    """`weight_sync.bucket_bytes` per bucket, at least the largest parameter and at most the model."""
     element = ELEMENT_BYTES[cfg.model.dtype]
-    largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)  # experts travel one by one
+    largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)  # experts are sent one by one
     largest = min(largest, element * shape.parameters)
     formula = f"{count} x {largest:,} B (weight_sync.bucket_bytes; at least the largest parameter, at most the model)"
     return Term(name=name, amount=count * largest, formula=formula)
 
 
 def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
-    """Sizes what an engine holds of the largest parameter, or of a layer's experts, while it loads them beside its KV
-    cache: a copy, and the part that vLLM loads before it copies it into its place."""
+    """Memory of an engine, beside its KV cache, while it loads the largest parameter or a layer's experts: a copy, and
+    the part that vLLM loads before copying it into place."""
     element = ELEMENT_BYTES[cfg.rollout.vllm.get("dtype", cfg.model.dtype)]
     parts, table = int(cfg.rollout.vllm.get("tensor_parallel_size", 1)), shape.loaded_at_once
     return Term(
@@ -44,7 +44,7 @@ def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
 
 
 def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
-    """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target. Experts have no adapters."""
+    """LoRA parameters over all layers: rank x (inputs + outputs) for each target. Experts have no adapters."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
     widths = dict(zip(LINEARS, (h + q, h + kv, h + kv, q + h, h + i, h + i, i + h), strict=True))
     chosen = cfg.model.lora.target_modules
@@ -55,29 +55,25 @@ def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ActorMemory:
-    """Computes the memory of one rank; ranks differ by a rounding."""
+    """Memory of one rank; ranks differ only by rounding."""
 
     cfg: PlannedConfig
     shape: ModelShape
 
     @property
     def element(self) -> int:
-        """Returns the bytes of the compute type."""
         return ELEMENT_BYTES[self.cfg.model.dtype]
 
     @property
     def shards(self) -> int:
-        """Counts the ranks that one copy of the parameters is sharded over."""
         return num_shards(self.cfg)
 
     @property
     def trained(self) -> int:
-        """Counts the parameters with a gradient."""
         return adapter_parameters(self.cfg, self.shape) if self.cfg.model.lora.rank else self.shape.parameters
 
     @property
     def activations(self) -> Activations:
-        """Returns the activations per token."""
         return Activations(
             shape=self.shape,
             element=self.element,
@@ -87,8 +83,7 @@ class ActorMemory:
         )
 
     def state(self) -> tuple[Term, ...]:
-        """Lists parameters, gradients and optimizer; a reference model where it lives next to them: with LoRA it is the
-        first one without its adapters."""
+        """Parameters, gradients, optimizer, reference model if any. With LoRA the frozen base is the reference."""
         lora, kl = self.cfg.model.lora.rank, self.cfg.algorithm.kl
         terms = [
             self._sharded(f"{'adapters' if lora else 'parameters'}, float32", FLOAT32, self.trained),
@@ -105,27 +100,27 @@ class ActorMemory:
         return Term(name=name, amount=width * count / self.shards, formula=formula)
 
     def offloaded(self) -> tuple[Term, ...]:
-        """Returns the part of `state` in host memory. On CPU nothing moves."""
+        """Part of `state` in host memory; none on CPU."""
         if device_of(self.cfg) == "cpu":
             return ()
         terms = self.state()
         return terms if self.cfg.actor.offload == "host" else tuple(t for t in terms if t.name.startswith("reference"))
 
     def moved(self) -> tuple[Term, ...]:
-        """Returns the part of `state` that is in host memory while engines have the GPU."""
+        """Part of `state` that is in host memory while engines have the GPU."""
         if device_of(self.cfg) == "cpu" or self.cfg.actor.offload != "phase":
             return ()
         return tuple(term for term in self.state() if term.name.startswith("optimizer"))
 
     def resting(self) -> tuple[Term, ...]:
-        """Returns what a rank keeps on its GPU while an engine has it: gradients exist in an update alone."""
+        """What a rank keeps on its GPU while an engine has it. Gradients exist only in an update."""
         gone = {term.name for term in self.moved()}
         return tuple(t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients"))
 
     def beside(self) -> Phase:
-        """Returns the most that a rank holds on its GPU while an engine that is awake has it. It computes the tokens
-        that an engine is compared by, and gathers weights: for an export, or for an engine that starts again, whose
-        copies are no part of its share."""
+        """Peak memory of a rank on its GPU while an awake engine has it. The rank then computes the tokens that an
+        engine is compared by, and gathers weights: for an export, or for an engine that restarts, whose copies do not
+        count in its share."""
         own = {
             "comparing log-probabilities with an engine": (*self._arriving(), self._in_forward()),
             "gathering weights": (self._in_sync(), copies_term(self.cfg, self.shape)),
@@ -134,8 +129,7 @@ class ActorMemory:
         return max(phases, key=lambda phase: phase.total)
 
     def checkpoint(self) -> tuple[Term, ...]:
-        """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it, and all that
-        a run without actors has."""
+        """Bytes of one checkpoint on disk, without buffer, cursor and tokenizer, which are negligible."""
         if self.cfg.trainer.only == "rollout":
             return ()
         state = product("parameters and Adam m, v, float32", 12, self.trained)
@@ -143,8 +137,7 @@ class ActorMemory:
         return (state, export) if self.cfg.checkpoint.hf_export else (state,)
 
     def copied(self) -> tuple[Term, ...]:
-        """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,
-        then what rank 0 alone holds."""
+        """Host memory for an asynchronous checkpoint: first the share of each rank, then what only rank 0 holds."""
         checkpoint, names = self.cfg.checkpoint, ("copy of parameters and Adam m, v, float32", "copy of the export")
         if not checkpoint.async_save:
             return ()
@@ -153,13 +146,12 @@ class ActorMemory:
         return (own, export) if checkpoint.hf_export else (own,)
 
     def on_host(self) -> float:
-        """Returns the bytes of host memory that the ranks of one node take, that of rank 0."""
+        """Bytes of host memory that the ranks of one node use, for the node of rank 0."""
         ranks = min(self.cfg.plan.gpus_per_node, self.cfg.actor.num_workers)
         own, *alone = [term.amount for term in self.copied()] or [0.0]
         return ranks * (own + together((*self.offloaded(), *self.moved()))) + sum(alone)
 
     def resident(self) -> tuple[Term, ...]:
-        """Returns the part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
         transports, overhead = [resolve_transport(self.cfg)], self.cfg.plan.overhead_bytes
         transports += [LENT_TRANSPORT] if lends(self.cfg) else []
@@ -171,8 +163,7 @@ class ActorMemory:
         )
 
     def phases(self) -> tuple[Phase, ...]:
-        """Lists the phases in the order of a step. Forward passes without gradient and the optimizer's own step hold
-        less than these."""
+        """The phases in the order of a step. Passes without gradient and the optimizer's step need less than these."""
         resident, divided = self.resident(), self.cfg.trainer.colocate == "memory"
         own = {
             "head: log-probabilities and their gradient": (*self._gathered(1), *self._at_head()),
@@ -183,12 +174,10 @@ class ActorMemory:
         return tuple(Phase(name=name, terms=(*resident, *terms)) for name, terms in own.items())
 
     def peak(self) -> Phase:
-        """Returns the phase that needs most."""
         return max(self.phases(), key=lambda phase: phase.total)
 
     def _gathered(self, units: int) -> tuple[Term, ...]:
-        """Returns what is whole: the root, `units` layers where they are freed after use, and else all layers with the
-        gradients that wait for the last micro-batch."""
+        """Unsharded: the root, and `units` layers; without resharding all layers and their waiting gradients."""
         shape, element, freed = self.shape, self.element, self.cfg.actor.reshard_after_forward
         count = units if freed else shape.num_layers
         root = Term(
@@ -201,18 +190,17 @@ class ActorMemory:
         return root, layers, product("whole gradients, float32", FLOAT32, waiting)
 
     def _arriving(self) -> tuple[Term, ...]:
-        """Returns what is whole in a forward pass without gradient: the root, and the units that come after it, of each
-        the buffer that it arrives in, kept until the next one's is there, and its parameters."""
+        """Unsharded memory in a forward pass without gradient: the root and the units after it. Each unit has its
+        parameters and the receive buffer, which is kept until the next unit's is there."""
         shape, element = self.shape, self.element
         root, layers, _ = self._gathered(1)
         table, layer = shape.embedding_parameters, shape.layer_parameters
-        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root arrives as well, or the embedding
+        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root or the embedding is in transit too
         after = layers.amount // element + 2 * layer
         name = "embedding or layers gathered, as they arrive and whole"
         return root, product(name, element, max(first, round(after)))
 
     def _in_forward(self) -> Term:
-        """Sizes a layer's tensors over a prompt and the tokens that an engine is compared by."""
         tokens = -(-(self.cfg.data.max_prompt_length + CANARY_TOKENS) // self.cfg.actor.ulysses_sequence_parallel_size)
         return product("a layer's activations", self.activations.layer, tokens)
 
@@ -241,9 +229,7 @@ class ActorMemory:
             yield product("gradient of the head", self.element, 1, shape.vocab_size, shape.hidden_size)
 
     def _at_end(self) -> Iterator[Term]:
-        """Yields what the end holds: the gradients of embedding and head go into the shards last, one after the
-        other.
-        """
+        """Memory at the end: the gradients of embedding and head go into the shards last, one after the other."""
         shape = self.shape
         if not self.cfg.model.lora.rank:
             tables = 1 if shape.tie_word_embeddings else 2
@@ -251,8 +237,8 @@ class ActorMemory:
             yield product("one on its way in float32", FLOAT32, shape.embedding_parameters)
 
     def _in_sync(self) -> Term:
-        """Sizes the largest parameter as `workers.training.fsdp.gather` brings it: converted before it travels, then
-        as it arrives, shard after shard, and in one piece. What adapters are merged into stays float32."""
+        """The largest parameter in `workers.training.fsdp.gather`: converted before it is sent, then as it arrives
+        shard by shard, and whole. With LoRA it stays float32, because adapters are merged into it."""
         shape, width = self.shape, FLOAT32 if self.cfg.model.lora.rank else self.element
         term = product("", 2 * width, shape.largest_parameter)
         what = "embedding" if shape.largest_parameter == shape.embedding_parameters else "a layer's experts"

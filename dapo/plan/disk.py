@@ -1,25 +1,25 @@
-"""Counts what lies in a run's output directory at its fullest: a configuration in, a term per folder or file out."""
+"""Largest size of a run's output directory, one term per folder or file."""
 
 from dapo.config.plan import PlannedConfig
 from dapo.plan.step import mean_tokens
 from dapo.plan.terms import Term, size
 
-# In the output directory.
+# Names in the output directory.
 CHECKPOINTS, STORE, BATCHES, JOURNAL = "checkpoints", "samples.sqlite", "batches", "journal"
-TEXT_BYTES = 4  # of a token, about, of English with formulas
-ARRAY_BYTES = 8  # of a token: its id and its log-probability
-ROW_BYTES = 300  # of a response in the store, besides its text
+TEXT_BYTES = 4  # per token, about, for English with formulas
+ARRAY_BYTES = 8  # per token: its id and its log-probability
+ROW_BYTES = 300  # per response in the store, besides its text
 
 
 def checkpoints_kept(cfg: PlannedConfig) -> int:
-    """Counts the checkpoints that are there at the end: the last one, and those before it that are not deleted."""
+    """Checkpoints on disk at the end: the last one, and earlier ones that are not deleted."""
     every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
     saved = 1 + (cfg.trainer.total_steps // every if every else 0)
     return min(cfg.checkpoint.keep or saved, saved)
 
 
 def on_disk(cfg: PlannedConfig, checkpoint_bytes: float) -> tuple[Term, ...]:
-    """Lists what takes space, named as in the output directory. checkpoint_bytes: of one checkpoint."""
+    """Terms named as in the output directory. checkpoint_bytes: of one checkpoint."""
     steps, only, response = cfg.trainer.total_steps, cfg.trainer.only, mean_tokens(cfg)[1]
     trained = cfg.data.train_batch_size * cfg.rollout.n
     drawn = trained / (cfg.plan.mixed_rate if cfg.filter_groups.enable and only != "train" else 1.0)
@@ -49,7 +49,7 @@ def on_disk(cfg: PlannedConfig, checkpoint_bytes: float) -> tuple[Term, ...]:
 
 
 def _store(cfg: PlannedConfig, drawn: float) -> Term:
-    """Sizes the sample store: texts up to its bound, all figures, and a step twice while it is written."""
+    """The sample store: texts up to its limit, all other data, and a second copy of a step while it is written."""
     log, steps = cfg.logging, cfg.trainer.total_steps
     text = min(TEXT_BYTES * mean_tokens(cfg)[1], log.max_text_bytes) * log.sample_fraction
     step = drawn * (ROW_BYTES + text)

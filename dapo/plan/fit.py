@@ -1,4 +1,4 @@
-"""Says what cannot fit, and which keys would change that, with the numbers needed: a configuration in, messages out."""
+"""Reports what cannot fit in memory, and which keys would change that, with the values needed."""
 
 import copy
 from collections.abc import Iterator
@@ -17,14 +17,12 @@ Change = dict[str, Any]
 
 
 def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    """Returns one message per thing that does not fit; empty when everything does."""
     engine = EngineMemory(cfg, shape)
     found = [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
     return [*found, *_caches(cfg, shape, engine, len(found))]
 
 
 def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
-    """Returns the bytes of one device that an actor rank may take."""
     memory = float(cfg.plan.gpu_memory_bytes)
     if device_of(cfg) == "cpu" or not shares_gpus(cfg):
         return memory
@@ -33,8 +31,8 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
 
 
 def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Returns why a run could not fall back to engines whose weights wait on the host while they sleep; empty where it
-    could, or never has to. It may never come to it: this is no problem of `problems`."""
+    """Returns why a run could not fall back to sleep level 1, where sleeping engines keep their weights on the host;
+    empty if it could, or never needs to. Not part of `problems`, because the fallback may never be needed."""
     copies = together(EngineMemory(cfg, shape).on_host())
     needed = copies + ActorMemory(cfg, shape).on_host()
     if not copies or needed <= cfg.plan.host_memory_bytes:
@@ -47,7 +45,6 @@ def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
 
 
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
-    """Reports an actor rank beyond its device."""
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:
         engine = EngineMemory(cfg, shape)
@@ -76,7 +73,7 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Names the single changes that make a rank fit; where none does, the three that save most."""
+    """Names the single changes that make a rank fit; if there are none, the three that save most."""
     now = ActorMemory(cfg, shape).peak().total
     fitting: dict[tuple[str, ...], str] = {}
     strongest: dict[tuple[str, ...], tuple[float, str]] = {}
@@ -96,7 +93,7 @@ def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
 
 
 def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
-    """Yields what makes a rank smaller, the cheap changes first, the values of a key from mild to strong."""
+    """Yields changes that reduce a rank's memory, cheap ones first, and the values of a key from mild to strong."""
     actor, shared = cfg.actor, cfg.actor.ulysses_sequence_parallel_size
     window = cfg.data.max_prompt_length + cfg.data.max_response_length
     yield {"actor.reshard_after_forward": True}
@@ -118,7 +115,6 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
 
 
 def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
-    """Returns a copy with other values under dotted keys."""
     copied = copy.deepcopy(cfg)
     for key, value in change.items():
         *sections, name = key.split(".")
@@ -133,7 +129,7 @@ def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
 
 
 def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """Reports weights that arrive beyond an engine's share, and engines that wake beside more than fits."""
+    """Reports engines that do not leave room for a weight sync, or for the ranks when they wake."""
     memory, beyond = cfg.plan.gpu_memory_bytes, together(engine.beyond())
     if device_of(cfg) == "cuda" and beyond and engine.taken + beyond > memory:
         why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
@@ -147,7 +143,7 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
 
 
 def _caches(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, others: int) -> Iterator[str]:
-    """Reports engines that vLLM would not start: a longest sequence finds no room. others: problems besides."""
+    """Reports a KV cache too small for one longest sequence: vLLM would not start. others: number of other problems."""
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()
@@ -169,7 +165,7 @@ def _caches(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, others:
 def _wider_caches(
     cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, fixed: float, needed: int
 ) -> Iterator[Change]:
-    """Yields what gives an engine's cache more room, or a sequence less length. fixed: what else the engine takes."""
+    """Yields changes that enlarge an engine's cache or shorten sequences. fixed: the engine's bytes without cache."""
     share, key = (fixed + needed) / cfg.plan.gpu_memory_bytes, engine.within(0)[0]
     if key.endswith(CACHE):
         yield {key: needed}
@@ -187,7 +183,7 @@ def _wider_caches(
 
 
 def _left_by(engine: EngineMemory, needed: float) -> tuple[str, str]:
-    """Returns what an engine leaves of a GPU, and what makes it leave what is needed, in words."""
+    """Returns what an engine leaves free of a GPU, and the setting that leaves enough, as text."""
     memory = engine.cfg.plan.gpu_memory_bytes
     (key, given), (_, most) = engine.within(engine.taken), engine.within(memory - needed)
     number = "{:g}" if isinstance(most, float) else "{:,}"
@@ -196,7 +192,6 @@ def _left_by(engine: EngineMemory, needed: float) -> tuple[str, str]:
 
 
 def _turn_of_engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """Reports engines that wake beside more than fits."""
     beside = ActorMemory(cfg, shape).beside()
     if engine.taken + beside.total > cfg.plan.gpu_memory_bytes:
         leaves, most = _left_by(engine, beside.total)

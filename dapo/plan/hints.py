@@ -1,4 +1,4 @@
-"""Names what divides badly and leaves ranks, engines or memory idle: a configuration in, lines with the keys out."""
+"""Reports settings that divide badly and leave ranks, engines or memory idle."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,11 @@ from dapo.derived import device_of, num_shards
 from dapo.plan.engine import EngineMemory
 from dapo.plan.step import Step, mean_tokens
 
-GRAPH_SEQUENCES = 512  # vLLM 0.32: the largest batch that is captured, unless its configuration says otherwise
+GRAPH_SEQUENCES = 512  # vLLM 0.32: default size of the largest captured batch
 LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 
 
 def hints(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    """Returns one line per finding, with the keys; empty when everything divides well."""
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     return [*_ranks(cfg, step), *_shards(cfg, shape, engine), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
 
@@ -109,7 +108,7 @@ def _engines(cfg: PlannedConfig, step: Step, engine: EngineMemory) -> Iterator[s
 
 
 def _captures_more(cfg: PlannedConfig, sequences: int) -> bool:
-    """Returns whether the engines' own arguments speak of it: larger graphs, or none at all."""
+    """Whether the engine arguments set larger CUDA graphs, or disable them."""
     given = cfg.rollout.vllm.get("compilation_config") or {}
     own = isinstance(given, dict) and given.get("max_cudagraph_capture_size")
     return bool(cfg.rollout.vllm.get("enforce_eager")) or (not isinstance(given, dict)) or int(own or 0) >= sequences

@@ -152,7 +152,7 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     gain_s, lent_s = step.lending(engine)
     generation_s = max(throughput_s - gain_s, longest_s)
     sync_s = sync_bytes(shape) / plan.sync_bandwidth
-    taken = shares_gpus(cfg) and not lends(cfg)  # the GPUs of one role are all of the other's
+    taken = shares_gpus(cfg) and not lends(cfg)  # both roles use the same GPUs
     overlap = cfg.filter_groups.max_staleness > 0 and not taken
     switch_s = step.switch_s
     whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s + switch_s

@@ -1,8 +1,8 @@
 """Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions.
 
-The response lengths are a fixed sample, log-normal and cut off at the cap; mini-batches of it are packed by the actors'
-own code (`dapo.packing`), so that idle and badly filled micro-batches are counted and not guessed. A prompt is counted
-for each of its responses, though ranks compute a long one once for several: then the update is faster than planned.
+The response lengths are a fixed log-normal sample, truncated at the maximum. Its mini-batches are packed by the actors'
+own code (`dapo.packing`), so idle and partly filled micro-batches are counted, not guessed. A prompt is counted for
+each of its responses, but ranks compute a long one once for several: the real update is then faster.
 """
 
 import math
@@ -20,12 +20,11 @@ from dapo.plan.terms import size, together
 from dapo.sampling.lending import Lending
 
 SAMPLED_MINIBATCHES = 4
-# Times the forward pass; without gradients of weights half as much, and attention computes its scores once more.
+# Multiples of the forward pass. Without weight gradients half as much; attention computes its scores once more.
 BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD = 2.0, 1.0, 2.5
 
 
 def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
-    """Returns the assumed mean tokens of a prompt and of a response."""
     prompt = cfg.plan.mean_prompt_tokens or max(1, cfg.data.max_prompt_length // 8)
     return prompt, cfg.plan.mean_response_tokens or max(1, cfg.data.max_response_length // 3)
 
@@ -37,7 +36,7 @@ def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
     rng = random.Random(0)
     spread = [math.exp(sigma * rng.gauss(0, 1)) for _ in range(count)]
     low, high = 0.0, 4.0 * cap
-    for _ in range(50):  # the scale whose mean after the cut is the wanted one
+    for _ in range(50):  # bisection for the scale whose truncated mean is the wanted one
         middle = (low + high) / 2
         mean = sum(min(cap, middle * s) for s in spread) / count
         low, high = (middle, high) if mean < wanted else (low, middle)
@@ -45,14 +44,14 @@ def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
 
 
 def sync_bytes(shape: ModelShape) -> int:
-    """Returns the bytes of a weight sync, in bfloat16, to each engine."""
+    """Bytes of a weight sync to each engine, in bfloat16."""
     return 2 * shape.parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Says how mini-batches fall into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank
-    over the heaviest one's, micro-batch by micro-batch, because all ranks wait for each other at each one. idle:
+    """How mini-batches are packed into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank
+    over that of the heaviest, per micro-batch, because all ranks wait for each other at each one. idle: share of
     micro-batches without a sequence."""
 
     micro_batches: int
@@ -63,30 +62,27 @@ class Packing:
 
 @dataclass(frozen=True)
 class Step:
-    """Estimates one step: train_batch_size groups of n responses each."""
+    """One step: train_batch_size groups of n responses each."""
 
     cfg: PlannedConfig
     shape: ModelShape
 
     @property
     def sequences(self) -> int:
-        """Counts the sequences that one update trains on."""
         return self.cfg.data.train_batch_size * self.cfg.rollout.n
 
     @cached_property
     def responses(self) -> list[int]:
-        """Returns the lengths of as many responses as a few mini-batches have."""
         return response_lengths(self.cfg, SAMPLED_MINIBATCHES * self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n)
 
     @property
     def kept_rate(self) -> float:
-        """Returns the share of the generated groups that are trained on."""
         return self.cfg.plan.mixed_rate if self.cfg.filter_groups.enable else 1.0
 
     @property
     def switch_s(self) -> float:
-        """Returns the seconds per step in which GPUs that engines and ranks share change hands; of lent ones without
-        those that `lending` counts."""
+        """Seconds per step to switch shared GPUs between engines and ranks; without sleep and wake-up of lent
+        engines."""
         if not takes_turns(self.cfg):
             return 0.0
         asleep_s = 0.0 if lends(self.cfg) else self.cfg.plan.switch_s
@@ -94,7 +90,6 @@ class Step:
 
     @property
     def switch_formula(self) -> str:
-        """Returns the arithmetic of `switch_s`."""
         asleep = "" if lends(self.cfg) else f"plan.switch_s {self.cfg.plan.switch_s:g} s (assumed), and "
         return f"{asleep}2 x {size(self._moved_bytes)} of optimizer state to the host and back (actor.offload)"
 
@@ -104,12 +99,11 @@ class Step:
 
     @property
     def rank_groups(self) -> int:
-        """Counts the groups of ranks that share micro-batches: the data-parallel size."""
+        """The data-parallel size: groups of ranks that share micro-batches."""
         return self.cfg.actor.num_workers // self.cfg.actor.ulysses_sequence_parallel_size
 
     @cached_property
     def packing(self) -> Packing:
-        """Returns the packing of a few mini-batches."""
         prompt, _ = mean_tokens(self.cfg)
         size = self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
         room = self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size
@@ -134,17 +128,16 @@ class Step:
 
     @property
     def generated_tokens(self) -> float:
-        """Counts the response tokens that the engines make, those of dropped groups included."""
+        """Response tokens that the engines generate, those of dropped groups included."""
         return self.sequences * mean_tokens(self.cfg)[1] / self.kept_rate
 
     @property
     def trained_tokens(self) -> int:
-        """Counts prompt and response tokens in one pass over the batch."""
         return self.sequences * sum(mean_tokens(self.cfg))
 
     @cached_property
     def _forward(self) -> tuple[float, float]:
-        """Returns the FLOPs of the matrices and of attention, one forward pass over the batch."""
+        """FLOPs of the matrices, and of attention, in one forward pass over the batch."""
         prompt, response = mean_tokens(self.cfg)
         lengths = [prompt + r for r in self.responses]
         scale = self.sequences / len(lengths)
@@ -154,13 +147,12 @@ class Step:
 
     @property
     def forward_flops(self) -> float:
-        """Returns the FLOPs of one forward pass over the batch."""
         return sum(self._forward)
 
     @property
     def recomputed(self) -> tuple[float, float]:
-        """Returns the shares of the forward pass that the backward pass does again, of matrices and of attention. The
-        head always; of a layer all but `down`, whose value no gradient needs but a router's."""
+        """Shares of the forward pass, of matrices and of attention, that the backward pass recomputes: always the head,
+        and all of a layer but `down`, whose output is needed only for a router's gradient."""
         shape, mode = self.shape, self.cfg.model.gradient_checkpointing
         h, i, q, kv = shape.hidden_size, shape.mlp_width, shape.attention_size, shape.kv_size
         whole = h * (2 * q + 2 * kv + (3 * i + shape.experts if shape.experts else 2 * i))
@@ -171,20 +163,18 @@ class Step:
 
     @property
     def backward(self) -> float:
-        """Returns what the backward pass takes of matrices, times the forward pass: the weights under adapters are
-        frozen and need no gradient."""
+        """Multiple of the forward pass of matrices. With LoRA the frozen weights need no gradient."""
         return FROZEN_BACKWARD if self.cfg.model.lora.rank else BACKWARD
 
     @property
     def update_flops(self) -> float:
-        """Returns the update's FLOPs as executed."""
         (linear, attention), (again, attention_again) = self._forward, self.recomputed
         once = linear * (1 + self.backward + again) + attention * (1 + ATTENTION_BACKWARD + attention_again)
         return once * self.cfg.actor.ppo_epochs
 
     @property
     def extra_passes(self) -> dict[str, float]:
-        """Returns the FLOPs of forward passes without gradient, by what they compute."""
+        """FLOPs of forward passes without gradient, by purpose."""
         kl, passes = self.cfg.algorithm.kl, {}
         if optimizer_steps(self.cfg) > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
             passes["old log-probabilities"] = self.forward_flops
@@ -196,19 +186,17 @@ class Step:
 
     @property
     def traffic(self) -> tuple[float, float]:
-        """Returns the bytes that a rank receives in one micro-batch: gathered parameters, and gradients to be summed in
-        float32.
-
-        Parameters are gathered for the forward pass and for the backward pass."""
+        """Bytes a rank receives in one micro-batch: parameters, gathered once in each of forward and backward pass, and
+        float32 gradients to be summed. The first value is for one pass."""
         memory = ActorMemory(self.cfg, self.shape)
         share = (memory.shards - 1) / memory.shards
         return share * memory.element * self.shape.parameters, share * 4 * memory.trained
 
     @property
     def bandwidth(self) -> float:
-        """Returns the byte/s at which a rank receives shards: within a node where a copy of the parameters fits one.
-        Beyond, NCCL lays rings that each cross a node's border once, through the adapters of all GPUs that a group has
-        there; from one to the next of these the same bytes travel within the node."""
+        """Byte/s at which a rank receives shards: within a node if a copy of the parameters fits one. Otherwise NCCL's
+        rings each cross a node's border once, through the adapters of all the group's GPUs there; between these GPUs
+        the same bytes travel within the node."""
         plan, shards = self.cfg.plan, ActorMemory(self.cfg, self.shape).shards
         if shards <= plan.gpus_per_node:
             return plan.node_bandwidth
@@ -216,14 +204,13 @@ class Step:
 
     @property
     def rounds(self) -> int:
-        """Counts how often per update parameters are gathered: each micro-batch, or each optimizer step where they
-        stay."""
+        """Parameter gathers per update and pass: one per micro-batch, or per optimizer step without resharding."""
         return optimizer_steps(self.cfg) * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
 
     @cached_property
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Returns the seconds of computing and of communication by pass over the batch; the two overlap. All ranks wait
-        for the heaviest one, and a GPU for its host, which launches each layer."""
+        """Seconds of computing and of communication, which overlap, by pass over the batch. All ranks wait for the
+        heaviest one, and a GPU waits for its host, which launches each layer."""
         speed = self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
         gathered, summed = (size / self.bandwidth for size in self.traffic)
         epochs = self.cfg.actor.ppo_epochs
@@ -231,7 +218,7 @@ class Step:
         launched = (
             optimizer_steps(self.cfg) * self.packing.micro_batches * self.shape.num_layers * self.cfg.plan.layer_s
         )
-        again = 1 if self.cfg.model.gradient_checkpointing == "none" else 2  # checkpoints run the layer once more
+        again = 1 if self.cfg.model.gradient_checkpointing == "none" else 2  # recomputation launches each layer again
         found = {
             name: (flops, launched / epochs, rounds / epochs * gathered) for name, flops in self.extra_passes.items()
         }
@@ -241,8 +228,8 @@ class Step:
 
     @property
     def offload_s(self) -> float:
-        """Returns the seconds in which nothing is computed because gradients are added up on the host: from an
-        optimizer step's second micro-batch on, the backward pass waits for the sum over ranks and for the copy."""
+        """Seconds without computing because gradients are summed on the host: from an optimizer step's second
+        micro-batch on, the backward pass waits for the sum over ranks and for the copy."""
         memory = ActorMemory(self.cfg, self.shape)
         if not memory.offloaded() or self.cfg.actor.offload != "host":
             return 0.0
@@ -252,21 +239,19 @@ class Step:
 
     @property
     def update_s(self) -> float:
-        """Returns the seconds of the update with its extra passes, each as long as the slower of computing and
-        communication."""
+        """Seconds of the update with its extra passes, each as long as the slower of computing and communication."""
         return sum(max(pair) for pair in self.passes.values()) + self.offload_s
 
     @property
     def mfu(self) -> float:
-        """Returns the model FLOPs utilization of forward and backward pass, the latter counted as twice the former, or
-        once with LoRA."""
+        """Model FLOPs utilization of forward and backward pass; backward counts twice forward, once with LoRA."""
         seconds = max(self.passes["forward"]) + max(self.passes["backward"]) + self.offload_s
         flops = (1 + self.backward) * self.forward_flops * self.cfg.actor.ppo_epochs
         return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
-        """Returns the seconds in which an engine makes one token for each of `running` sequences: reading weights and
-        cache, or computing, or vLLM's own work on the host beside it, whichever takes longest."""
+        """Seconds in which an engine makes one token for each of `running` sequences: the maximum of reading weights
+        and cache or computing on the GPU, and vLLM's own work on the host."""
         prompt, response = mean_tokens(self.cfg)
         read = engine.weights().amount + running * (prompt + response / 2) * engine.kv_bytes_per_token
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
@@ -275,15 +260,14 @@ class Step:
         return max(on_gpu, running * self.cfg.plan.engine_sequence_s)
 
     def generation_s(self, engine: EngineMemory) -> tuple[float, float]:
-        """Returns the seconds with all engines full, and those of the longest response alone, the least a step can
-        take."""
+        """Seconds with all engines full, and seconds of the longest response alone, a lower bound."""
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
 
     def lending(self, engine: EngineMemory) -> tuple[float, float]:
-        """Returns by how many seconds engines that are lent the ranks' GPUs shorten generation, and for how many they
-        serve: `plan.switch_s` is what they take to wake and to sleep. Both are 0 where it does not pay, or none is."""
+        """Seconds by which engines lent the ranks' GPUs shorten generation, and seconds for which they serve.
+        `plan.switch_s` is the time to wake and to sleep. Both are 0 if lending does not pay or nothing is lent."""
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         own, lent = self.cfg.rollout.num_engines * running, lent_engines(self.cfg) * running
         half = self.cfg.plan.switch_s / 2

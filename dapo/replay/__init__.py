@@ -1,1 +1,1 @@
-"""Takes a step apart afterwards: keeps what steps trained on, and trains on it again."""
+"""Replays a training step: saves what steps trained on, and trains on it again."""

@@ -1,10 +1,10 @@
-"""Takes one step of a run again, alone: `python -m dapo.replay RUN --step N [--out DIR] [key=value ...]`.
+"""Replays one step of a run: `python -m dapo.replay RUN --step N [--out DIR] [key=value ...]`.
 
     RUN ─▶ newest checkpoint before N, batches up to N ─▶ actors alone ─▶ metrics and weights beside those of RUN
 
-On CPUs the step comes out equal to the bit. Keys change what is trained: what would the step have been with another
-clip bound, a lower learning rate? Run it where the run was started: paths in its configuration may be relative. The run
-itself is only read. Exit code 1: something differs that no key was to change.
+On CPUs the result is bitwise equal. Keys change the training, for example to another clip bound or a lower learning
+rate. Start it in the directory where the run was started: paths in its configuration may be relative. The run itself is
+only read. Exit code 1: the results differ although no key was changed.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from dapo.state.run_dir import claim_output_dir
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser."""
     program = argparse.ArgumentParser(prog="python -m dapo.replay", description="Takes one step of a run again.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
     program.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
@@ -33,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def replay(given: Replay) -> Outcome:
-    """Trains, and compares. Raises as `dapo.run.train_until_signal` does."""
     from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
     cfg, began = given.cfg, time.monotonic()
@@ -46,7 +44,6 @@ def replay(given: Replay) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the comparison."""
     program = parser()
     asked, rest = program.parse_known_intermixed_args(arguments)
     if rest:

@@ -1,7 +1,4 @@
-"""Prepares a run that takes one step of another again: from which checkpoint, with which batches, under which settings.
-
-In: the output directory of a run, a step, overrides. Out: a `Config`, or a ValueError that says what is missing.
-"""
+"""Prepares the replay of one step: finds the checkpoint, the batches and the settings."""
 
 import shutil
 import sqlite3
@@ -23,17 +20,14 @@ from dapo.state.manifest import BrokenCheckpoint
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, STARTED
 from dapo.store.reader import Reader
 
-REPLAYS = "replays"  # folder in the output directory of the run
+REPLAYS = "replays"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """Says how a step is taken again. Made by `prepare`.
-
-    run: the output directory of the run. step: to get to. first: of the steps that are taken again on the way. origin:
-    the checkpoint to start from; None: the model that the run began with. folder: the new output directory, which is
-    empty. cfg: of the new run. changed: keys that the overrides give.
-    """
+    """How to replay a step. Made by `prepare`. run: output directory of the run. step: to reach. first: first step to
+    replay on the way. origin: checkpoint to start from; None: the run's initial model. folder: new, empty output
+    directory. changed: keys in the overrides."""
 
     run: Path
     step: int
@@ -45,12 +39,9 @@ class Replay:
 
 
 def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) -> Replay:
-    """Finds what a replay needs, and makes its empty directory.
-
-    out: for the new run; None: `replays/step_NNNNNN` in the run's own directory, in place of what an earlier replay
-    left there. Raises ValueError where a checkpoint, a batch or the configuration is missing, and for overrides as
-    `dapo.config.compose` does.
-    """
+    """Finds what a replay needs, and makes its empty directory. out: for the new run; None: `replays/step_NNNNNN` in
+    the run's directory, replacing an earlier replay. Raises ValueError if a checkpoint, a batch or the configuration is
+    missing, and for overrides as `dapo.config.compose` does."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no {CONFIG}; give the `trainer.output_dir` of a run")
     origin = _origin(run, step)
@@ -64,7 +55,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
         )
     folder = _empty(run, step, out)
     if origin is None:
-        shutil.copyfile(run / STARTED, folder / STARTED)  # the date that the prompts name
+        shutil.copyfile(run / STARTED, folder / STARTED)  # the date used in the prompts
     changed = [override.partition("=")[0].lstrip("+") for override in overrides]
     settings: dict[str, Any] = {
         "trainer": {"output_dir": str(folder), "only": "train", "max_hours": 0.0},
@@ -93,8 +84,8 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
 
 
 def _recorded(run: Path, step: int) -> Any:
-    """Returns the configuration that a step was taken with, as the sample store tells, else the last one of the run:
-    another start may have had another learning rate, or number of ranks."""
+    """Returns the configuration that the step was trained with, from the sample store, else the last one of the run: a
+    restart may have changed the learning rate or the number of ranks."""
     with suppress(ValueError, sqlite3.Error), Reader(run) as store:  # off, damaged, or of another version
         found = [start["config"] for start in store.starts() if step in start["steps"]]
         if found:
@@ -103,7 +94,7 @@ def _recorded(run: Path, step: int) -> Any:
 
 
 def _origin(run: Path, step: int) -> Path | None:
-    """Returns the newest whole checkpoint before the step; None where the run may be followed from its beginning."""
+    """Returns the newest intact checkpoint before the step; None to start from the run's initial model."""
     if step < 1:
         raise ValueError(f"`--step` ({step}) must be at least 1")
     root = (run / CHECKPOINTS).absolute()

@@ -1,9 +1,6 @@
-"""Keeps what each step trained on, and reads it back: `batches/step_NNNNNN/groups.parquet` in the output directory.
-
-In: the groups of a step, before what the actors add to their rewards. Out: files, written beside the update; or the
-same groups again, for `python -m dapo.replay` and runs of one half. A failure here ends no run, but for one that only
-generates.
-"""
+"""Saves what each step trained on, and reads it back: `batches/step_NNNNNN/groups.parquet` in the output directory.
+Groups are saved before the actors add to their rewards, in parallel with the update. `python -m dapo.replay` and runs
+with `trainer.only=train` read them. A failed write stops only a run with `trainer.only=rollout`."""
 
 import asyncio
 import hashlib
@@ -28,21 +25,19 @@ from dapo.state.checkpoint import STEP_NAME, step_of
 from dapo.state.durable import free_space
 from dapo.types import Collected, Draw, Group, Prompt
 
-BATCHES = "batches"  # folder in the output directory
+BATCHES = "batches"
 TEMPORARY = ".tmp"
 VISITS = "visits.json"  # beside the groups, with a curriculum
-PROMPTS = "prompts.json"  # beside the groups: a digest of the prompt of each draw, which stands in no group
+PROMPTS = "prompts.json"  # beside the groups: digests of the prompts, which are not saved with the groups
 Visits = Mapping[int, int]
 
 
 class Batches:
-    """Writes the batches of one run, one at a time."""
-
     def __init__(
         self, directory: Path, keep: int | None, visits_of: Callable[[Sequence[Group]], Visits] = lambda groups: {}
     ) -> None:
-        """Writes nothing yet. keep: newest batches that stay; 0: none is written; None: all stay. visits_of: what finds
-        the prompts of groups again (`dapo.data.order.PromptOrder`)."""
+        """keep: number of newest batches to keep; 0: none is written; None: all. visits_of: returns what is needed to
+        find the prompts of groups again (`dapo.data.order.PromptOrder`)."""
         self._directory = directory
         self._keep = keep
         self._visits_of = visits_of
@@ -50,24 +45,20 @@ class Batches:
 
     @classmethod
     def of(cls, cfg: Config, output_dir: Path, visits_of: Callable[[Sequence[Group]], Visits]) -> "Batches":
-        """Makes the one of a run: what only generates keeps all, what reads batches writes none."""
         keep = {"rollout": None, "train": 0}.get(cfg.trainer.only, cfg.checkpoint.batches)
         return cls(output_dir / BATCHES, keep, visits_of)
 
     async def put(self, step: int, groups: Sequence[Group]) -> None:
-        """Begins to write the batch of a step; waits for the one before it, which has had a whole step.
-
-        Where all stay, waits for this one too, before the step counts, and raises RuntimeError where it is not written.
-        """
+        """Begins to write the batch of a step, once the previous batch is written. If all batches are kept, waits for
+        this one too, before the step counts, and raises RuntimeError if it cannot be written."""
         await self.written()
         if self._keep != 0:
-            visits = self._visits_of(groups)  # as of now: the update changes what is decided next
+            visits = self._visits_of(groups)  # now: the update changes the prompt order
             self._writing = asyncio.create_task(asyncio.to_thread(self._write_or_tell, step, groups, visits))
         if self._keep is None:
             await self.written()
 
     async def written(self) -> None:
-        """Returns when the batch before this call is on disk."""
         running, self._writing = self._writing, None
         if running is not None:
             await running
@@ -75,7 +66,7 @@ class Batches:
     def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         try:
             self._write(step, groups, visits)
-        except Exception as error:  # the run goes on without, whatever it is
+        except Exception as error:  # of any kind: the run continues without the batch
             why = f"{type(error).__name__}: {error}"
             if self._keep is None:
                 raise RuntimeError(
@@ -88,7 +79,7 @@ class Batches:
     def _write(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         path = self._directory / f"step_{step:06d}"
         temporary = path.with_suffix(TEMPORARY)
-        shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
         temporary.mkdir(parents=True)
         write_groups(temporary, [(group, step - 1) for group in groups])
         digests = {group.draw.index: _digest(group.draw.prompt) for group in groups}
@@ -96,7 +87,7 @@ class Batches:
         if visits:
             (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
         for left in _paths(self._directory):
-            if step_of(left) >= step:  # of a course that resuming has left
+            if step_of(left) >= step:  # of a branch abandoned by resuming
                 shutil.rmtree(left, ignore_errors=True)
         temporary.replace(path)
         if self._keep:
@@ -105,7 +96,7 @@ class Batches:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Returns a digest of the conversation, which does not change with a date in the chat template."""
+    """Digest of the conversation, which does not depend on a date in the chat template."""
     return hashlib.blake2b(json.dumps(prompt.messages).encode(), digest_size=8).hexdigest()
 
 
@@ -114,13 +105,12 @@ def _paths(directory: Path) -> list[Path]:
 
 
 def steps_kept(directory: Path) -> list[int]:
-    """Returns the steps whose batches are there, in order. directory: `batches/` of a run."""
     return sorted(step_of(path) for path in _paths(directory))
 
 
 def check_age(cfg: Config, last: int) -> None:
-    """Raises ValueError where a batch of `data.batches` up to step `last` has tokens of older policies, as all of a run
-    that only generated, and nothing corrects for it."""
+    """Raises ValueError if a batch of `data.batches` up to step `last` has tokens of older policies, as in a run that
+    only generated, and `algorithm.rollout_correction` is off."""
     if cfg.algorithm.rollout_correction.mode != "none":
         return
     for step in [step for step in reversed(steps_kept(Path(cfg.data.batches))) if step <= last]:
@@ -134,7 +124,7 @@ def check_age(cfg: Config, last: int) -> None:
 
 
 class SavedStream:
-    """Gives batches as `dapo.sampling.stream.GroupStream` does, where they are read and not generated."""
+    """Provides saved batches through the interface of `dapo.sampling.stream.GroupStream`."""
 
     def __init__(
         self,
@@ -144,8 +134,8 @@ class SavedStream:
         know: Callable[[Visits], None] = lambda visits: None,
         outcome: Callable[[Group], str] = classify,
     ) -> None:
-        """Reads nothing yet. directory: `batches/` of a run. buffer: says which step is next. draw: the stream's, by
-        index. know: is told first what `visits_of` gave, if anything. outcome: of a group, by its accuracies."""
+        """directory: `batches/` of a run. buffer: knows the next step. draw: of an index. know: called with the saved
+        result of `visits_of`, if any, before groups are read. outcome: of a group, by its accuracies."""
         self.buffer = buffer
         self.traffic = Traffic()
         self.on_filled: Callable[[], None] = lambda: None
@@ -155,8 +145,7 @@ class SavedStream:
         self._outcome = outcome
 
     async def collect(self) -> Collected:
-        """Returns the batch of the next step. Raises ValueError where it is not there, or answers other prompts than
-        those of its draws in this run."""
+        """Raises ValueError if the next step has no batch, or if its prompts are not those of its draws in this run."""
         step = self.buffer.version + 1
         path = self._directory / f"step_{step:06d}"
         groups = tuple(group for group, _ in await asyncio.to_thread(self._read, path))
@@ -182,7 +171,7 @@ class SavedStream:
             visits = json.loads((path / VISITS).read_text(encoding="utf-8"))
             self._know({int(index): visit for index, visit in visits.items()})
         groups = read_groups(path, self._draw)
-        if not (path / PROMPTS).is_file():  # of an earlier program
+        if not (path / PROMPTS).is_file():  # written by an older version
             return groups
         digests = json.loads((path / PROMPTS).read_text(encoding="utf-8"))
         for draw in [group.draw for group, _ in groups]:
@@ -194,14 +183,12 @@ class SavedStream:
                 )
         return groups
 
-    async def close(self) -> None:
-        """Has nothing to end."""
+    async def close(self) -> None: ...
 
 
 def stream_of(
     cfg: Config, order: PromptOrder, buffer: OversamplingBuffer, pools: Pools, clock: PhaseClock
 ) -> GroupStream | SavedStream:
-    """Returns what gives a run its batches: prompts in `order`, answered and scored by `pools`, or saved batches."""
     if cfg.trainer.only == "train":
         outcome, least = classifier(cfg), cfg.filter_groups.min_scored
         return SavedStream(Path(cfg.data.batches), buffer, order.draw, order.know, lambda group: outcome(group, least))
@@ -220,7 +207,7 @@ def stream_of(
 
 
 def ranges(steps: Sequence[int]) -> str:
-    """Returns numbers in words.
+    """Formats sorted numbers as ranges.
 
     >>> ranges([1, 2, 3, 7, 9, 10])
     '1-3, 7, 9-10'

@@ -1,7 +1,4 @@
-"""Compares a step that was taken again with what the run recorded of it: metrics of the update, and weights.
-
-In: two output directories and a step. Out: an `Outcome`, and words for it.
-"""
+"""Compares a replayed step with what the run recorded: metrics of the update, and weights."""
 
 import math
 from dataclasses import dataclass
@@ -16,23 +13,19 @@ SHOWN = ("actor/loss", "actor/grad_norm", "actor/entropy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Holds what came of a replay. Made by `outcome`.
-
-    metrics: by name (recorded, replayed), NaN for a number that was none. weights: largest difference of each
-    parameter of the exported models; None where the run kept no model of this step.
-    """
+    """Result of a replay. Made by `outcome`. metrics: (recorded, replayed) by name, NaN for a missing number. weights:
+    largest absolute difference per parameter of the exported models; None if the run kept no exported model of this
+    step."""
 
     metrics: dict[str, tuple[float, float]]
     weights: dict[str, float] | None
 
     @property
     def differing(self) -> dict[str, tuple[float, float]]:
-        """Returns the metrics that are not the same number."""
         return {name: pair for name, pair in self.metrics.items() if not _same(*pair)}
 
     @property
     def same(self) -> bool:
-        """Returns whether everything that could be compared is equal to the bit."""
         return not self.differing and not any(self.weights.values() if self.weights else ())
 
 
@@ -41,7 +34,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def outcome(run: Path, replayed: Path, step: int) -> Outcome:
-    """Compares. Raises ValueError where the run has no line of metrics for the step."""
+    """Raises ValueError if the run has no line of metrics for the step."""
     there, here = _line(run, step), _line(replayed, step)
     names = sorted(name for name in there.keys() | here.keys() if name.startswith(OF_THE_UPDATE))
     metrics = {name: (there.get(name, math.nan), here.get(name, math.nan)) for name in names}
@@ -75,7 +68,6 @@ def _weights(run: Path, replayed: Path, step: int) -> dict[str, float] | None:
 
 
 def words(found: Outcome, step: int) -> str:
-    """Returns what a person reads."""
     rows = {name: found.metrics[name] for name in SHOWN if name in found.metrics} | found.differing
     width = max(map(len, rows), default=0)
     lines = [

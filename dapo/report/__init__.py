@@ -1,1 +1,1 @@
-"""Makes what a person sees of a run: metrics, log files, lines on the console."""
+"""Output of a run: metrics, log files, lines on the console."""

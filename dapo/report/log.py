@@ -1,10 +1,7 @@
-"""Writes what a run reports: `metrics.jsonl`, its sinks, the sample store, and the progress line.
-
-In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, the
-same for every sink, rows in the store (`dapo.store`), one line of text. Continuing a run drops what lies beyond the
-resumed step. What happens to these files ends no run: lines that cannot be written wait until they can, sinks and store
-miss the time between.
-"""
+"""Writes what a run reports: `metrics.jsonl`, its sinks, the sample store (`dapo.store`), and the progress line. Each
+call of `log` writes one JSON object to OUTPUT_DIR/metrics.jsonl and the same to every sink. Resuming a run drops what
+lies after the resumed step. A failure of these files never ends a run: lines that cannot be written wait in memory;
+sinks and store lose what falls in between."""
 
 import json
 import math
@@ -23,30 +20,27 @@ from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
 SEPARATOR = " · "  # of the parts of a line
-MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
+MAX_WAITING = 500  # waiting lines; beyond that the oldest are dropped
 
 
 class MetricsLogger:
-    """Appends metrics; what a call writes is in the files when it returns, so that a killed run has all its lines."""
+    """Appends metrics. The data of a call is in the files when it returns, so that a killed run has all its lines."""
 
     def __init__(self, output_dir: Path, sinks: Sequence[Sink] = (), store: SampleStore | None = None) -> None:
-        """Opens the file in output_dir, which must exist. store: where groups and events go, and a copy of the rest."""
+        """Opens the file in output_dir, which must exist. store: for groups and events, and a copy of the rest."""
         self.output_dir = output_dir
         self._path = output_dir / METRICS
         self._size = 0  # bytes of the file, as far as this process knows
         self._file: IO[bytes] | None = self._opened()
-        self._waiting: deque[str] = deque()  # lines that are not, or not whole, in the file
-        self._torn = 0  # bytes of the first of them that are
-        self._told = False  # of lines that wait
+        self._waiting: deque[str] = deque()  # lines that are not completely in the file
+        self._torn = 0  # bytes of the first waiting line that are in the file
+        self._told = False  # a warning about waiting lines was printed
         self._sinks = [Guarded(sink) for sink in sinks]
         self._store = store
 
     def resume(self, step: int, due: Sequence[str] = ()) -> None:
-        """Forgets every line after `step`, the step that the run continues from; at 0, all of them. Call before `log`.
-
-        A line that a crash cut short is forgotten too. due: `unwritten` of the run before, of which those that are not
-        in the file follow.
-        """
+        """Removes every line after `step`, from which the run resumes, and any partial line. Call before `log`. due:
+        `unwritten` of the previous run; those missing from the file are appended."""
         waiting = [*due, *self._waiting]
         kept: list[str] = []
         try:
@@ -69,7 +63,7 @@ class MetricsLogger:
             self._store.resume(step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
+        """Writes one line, and one scalar per value. A non-finite value becomes null, as JSON cannot represent it."""
         numbers = {name: float(value) for name, value in values.items()}
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._append(json.dumps({"step": step, **record}))
@@ -80,38 +74,33 @@ class MetricsLogger:
             self._store.metrics(step, record)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Gives the sinks a sample of numbers, if there are any."""
         if len(values):
             for sink in self._sinks:
                 sink.give(step, lambda sink: sink.histogram(step, name, values))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Gives the sinks a sample text in Markdown; without sinks, nothing."""
         for sink in self._sinks:
             sink.give(step, lambda sink: sink.text(step, tag, text))
 
     def groups(self, step: int, collected: Collected) -> None:
-        """Keeps what a step used up."""
         if self._store is not None:
             self._store.step(step, collected)
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
-        """Keeps the answers to the held-out set `name`."""
         if self._store is not None:
             self._store.evaluation(step, name, groups)
 
     def event(self, kind: str, message: str) -> None:
-        """Keeps what happened; kinds: see the table `events` in `dapo.store.schema`."""
+        """Stores an event; kinds: see the table `events` in `dapo.store.schema`."""
         if self._store is not None:
             self._store.event(kind, message)
 
     def flush(self) -> None:
-        """Waits a bounded time for the groups of the steps so far to be on disk, as a checkpoint takes them to be."""
+        """Waits a bounded time until the groups of the steps so far are on disk, as a checkpoint assumes."""
         if self._store is not None:
             self._store.flush()
 
     def unwritten(self) -> tuple[str, ...]:
-        """Returns the lines that could not be written yet."""
         return tuple(self._waiting)
 
     def close(self) -> None:
@@ -123,9 +112,9 @@ class MetricsLogger:
             self._store.close()
 
     def _append(self, line: str) -> None:
-        """Writes the lines that wait and this one, as far as that is possible."""
+        """Writes the waiting lines and this one; what cannot be written keeps waiting."""
         if len(self._waiting) == MAX_WAITING:
-            del self._waiting[1]  # the first one may be in the file by half
+            del self._waiting[1]  # the first one may be partly written
         self._waiting.append(line)
         try:
             with waiting(f"{self._path}, to which lines of metrics are written"):
@@ -137,7 +126,6 @@ class MetricsLogger:
             self._told = True
 
     def _write_waiting(self) -> None:
-        """Raises OSError."""
         if self._file is not None and not self._is_as_written(self._file):
             warn(f"{self._path} was renamed, removed, replaced or cut under the run; lines from now on follow there")
             self._close_file()
@@ -153,7 +141,7 @@ class MetricsLogger:
             self._torn = 0
 
     def _opened(self) -> IO[bytes]:
-        """Opens the file behind its last line, of which somebody may have left a part."""
+        """Opens the file for appending, after completing a partial last line with a newline."""
         file = self._path.open("a+b", buffering=0)
         self._size = file.seek(0, os.SEEK_END)
         if self._size:
@@ -163,7 +151,7 @@ class MetricsLogger:
         return file
 
     def _is_as_written(self, file: IO[bytes]) -> bool:
-        """Returns whether the open file is the one at its path, with all that was written to it. Raises OSError."""
+        """Whether the path still is the open file, with all that was written to it. Raises OSError."""
         try:
             there = os.stat(self._path)
         except FileNotFoundError:
@@ -177,21 +165,20 @@ class MetricsLogger:
 
 
 def evaluated(output_dir: Path, step: int) -> bool:
-    """Returns whether metrics.jsonl has the evaluation of `step`."""
     path = output_dir / METRICS
     lines = read_metrics(path) if path.is_file() else []
     return any(line["step"] == step and "eval/accuracy" in line for line in lines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl, null as NaN; one still being written, or cut short, is left out."""
+    """Returns the lines of a metrics.jsonl, null as NaN, without partial lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = [json.loads(line) for line in lines if _step_of(line) >= 0]
     return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
 
 
 def _step_of(line: str) -> int:
-    """Returns -1 for a line that is no record."""
+    """Returns the step of a line; -1 if it is not a record."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -200,12 +187,12 @@ def _step_of(line: str) -> int:
 
 
 def _up_to(step: int, lines: Sequence[str]) -> list[str]:
-    """Returns the lines that a run which goes on from `step` keeps: at 0 none."""
+    """Returns the lines that a run resumed from `step` keeps; none at 0."""
     return [line for line in lines if 0 <= _step_of(line) <= step] if step else []
 
 
 def progress_line(step: int, total_steps: int, metrics: Mapping[str, float], *, repeated: int = 0) -> str:
-    """Returns one line for a person, of the metrics that are there. repeated: warnings that were not printed again.
+    """Returns one line from the available metrics. repeated: number of repeated warnings that were not printed.
 
     >>> progress_line(12, 110, {"rollout/accuracy": 0.41, "rollout/response_length_mean": 3100.0, "perf/step_s": 1.9})
     'step 12/110 · acc 0.41 · len 3.1k · 1.9 s · ETA 3m'
@@ -232,18 +219,18 @@ def progress_line(step: int, total_steps: int, metrics: Mapping[str, float], *, 
 def _groups(metrics: Mapping[str, float]) -> str:
     rest = [("all_wrong", "all-0"), ("all_correct", "all-1"), ("unscorable", "unscorable")]
     counts = [(int(metrics.get(f"buffer/{name}", 0)), label) for name, label in rest]
-    # Unscorable groups are the exception: shown when there are any, so that they catch the eye.
+    # Unscorable groups are the exception: they are shown only if there are any.
     dropped = ", ".join(f"{count} {label}" for count, label in counts if count or label != "unscorable")
     return f"groups {int(metrics.get('buffer/mixed', 0))}/{int(metrics['buffer/drawn'])} mixed ({dropped})"
 
 
 def short(number: float) -> str:
-    """Returns a count as a person says it: 850, 3.1k."""
+    """Formats a count: 850, 3.1k."""
     return f"{number:.0f}" if number < 999.5 else f"{number / 1000:.1f}k"
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as a person says them: 45s, 12m, 3h05m, 2d04h."""
+    """Formats seconds: 45s, 12m, 3h05m, 2d04h."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     minutes = round(seconds / 60)

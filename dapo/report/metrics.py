@@ -1,8 +1,5 @@
-"""Computes what a step looked like, as metrics: of the groups drawn, of the update, and of the time it took.
-
-In: what the buffer collected, the actors' metrics, seconds per phase. Out: flat names. `perf/` and `ledger/` depend on
-timing; at staleness 0 everything else is a function of the seed alone.
-"""
+"""Computes the metrics of a step: of the sampled groups, the update, and the time. `perf/` and `ledger/` depend on
+timing; at staleness 0 everything else is a function of the seed alone."""
 
 import math
 from collections import Counter
@@ -28,8 +25,8 @@ def step_metrics(
     *,
     gpus: int = 0,
 ) -> dict[str, float]:
-    """Returns all metrics of one step; `update` is what actors, order and pools say, `totals` the buffer. gpus: of all
-    pools."""
+    """Returns all metrics of one step. update: from actors, prompt order and pools. totals: of the buffer. gpus: in
+    all."""
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
     generated = drawn + collected.lost_tokens
@@ -65,7 +62,6 @@ def step_metrics(
 
 
 def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
-    """Computes metrics of every group up to the last one needed, trained on or not."""
     scores = [score for group in drawn for score in group.scores]
     responses = [response for group in drawn for response in group.responses]
     lengths = np.array([length for group in drawn for length in group.lengths])
@@ -84,7 +80,6 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
 
 
 def _source_metrics(collected: Collected) -> dict[str, float]:
-    """Computes metrics of the groups of each entry of `data.sources`; none without entries."""
     by_source: dict[str, list[tuple[Group, str, str]]] = {}
     for ended in zip(collected.drawn, collected.fates, collected.outcomes, strict=True):
         if entry := ended[0].draw.prompt.entry:
@@ -106,8 +101,7 @@ def _source_metrics(collected: Collected) -> dict[str, float]:
 
 
 def _means(given: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of each reward by name over the responses that have it; one that a function could not compute is
-    left out."""
+    """Returns the mean of each reward by name over the responses that have it, without NaN."""
     found: dict[str, list[float]] = {}
     for values in given:
         for name, value in values.items():
@@ -121,9 +115,7 @@ def _mean_without_nan(values: Sequence[float]) -> float:
 
 
 def length_distance(trained: Sequence[Group], generated: Sequence[Group | Cut]) -> float:
-    """Returns the two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: what selection does to
-    them.
-    """
+    """Two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: the effect of selection on them."""
     one, other = (np.sort([length for group in groups for length in group.lengths]) for groups in (trained, generated))
     at = np.union1d(one, other)
     shares = [np.searchsorted(lengths, at, side="right") / len(lengths) for lengths in (one, other)]
@@ -131,7 +123,6 @@ def length_distance(trained: Sequence[Group], generated: Sequence[Group | Cut]) 
 
 
 def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, float]:
-    """Computes metrics of the groups trained on; advantages are those of the responses that are in the loss."""
     scores = [score for group in groups for score in group.scores]
     sequences = [sequence for minibatch in batch.minibatches for sequence in minibatch]
     tokens = [group.num_tokens for group in groups]
@@ -151,15 +142,15 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
 
 
 def _has_equal_rewards(group: Group) -> bool:
-    """Returns whether no response of the group is better than another by reward, whatever the accuracies."""
+    """Whether all responses of the group have the same reward, whatever their accuracies."""
     rewards = [score.reward for score in group.scores if not math.isnan(score.reward)]
     return min(rewards, default=0.0) == max(rewards, default=0.0)
 
 
 def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Computes the staleness of the trained tokens, in updates between the policy that sampled them and the one that
-    the update starts from; and the share of responses that crossed a weight update."""
-    # Sequence by sequence: 40 million tokens in one array would hold up the driver for seconds.
+    """Returns the staleness of the trained tokens, and the share of responses that crossed a weight update. Staleness
+    is the number of updates between the policy that sampled a token and the one that the update starts from."""
+    # Per sequence: one array of 40 million tokens would block the driver for seconds.
     each = [sequence.staleness for sequence in sequences if len(sequence.staleness)]
     tokens = max(1, sum(map(len, each)))
     crossed = sum(one.min() != one.max() for one in each)
@@ -172,7 +163,7 @@ def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns mean, standard deviation (ddof 0), least and greatest; NaN without values."""
+    """Returns mean, standard deviation (ddof 0), minimum and maximum; NaN without values."""
     array = np.array(values) if len(values) else np.array([math.nan])
     return {
         f"{name}_mean": float(array.mean()),
@@ -190,8 +181,7 @@ def report_step(
     *,
     samples: int,
 ) -> None:
-    """Logs a step: its metrics; its groups; the lengths of all responses drawn and the pass rates of all
-    groups as histograms; the text of the first responses of `samples` groups."""
+    """Logs metrics and groups of a step, histograms of response lengths and pass rates, and `samples` texts."""
     logger.log(step, metrics)
     logger.groups(step, collected)
     logger.histogram(step, "rollout/lengths", [length for group in collected.drawn for length in group.lengths])
@@ -202,7 +192,6 @@ def report_step(
 
 
 def sample_text(collected: Collected, index: int) -> str:
-    """Returns prompt, answer and verdict of one trained response, cut to a readable length."""
     group = collected.groups[index % len(collected.groups)]
     response, score = group.responses[0], group.scores[0]
     return (
@@ -213,5 +202,5 @@ def sample_text(collected: Collected, index: int) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Returns the end of a text as a Markdown block that the text itself cannot close."""
+    """Returns the end of a text as a Markdown code block that the text cannot close."""
     return "```\n" + text[-MAX_SAMPLE_CHARS:].replace("```", "'''") + "\n```"

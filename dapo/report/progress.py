@@ -1,10 +1,10 @@
-"""Says what a run is doing between two step lines, so that a step of an hour never looks like a hang.
+"""Shows what a run is doing between two step lines, so that a step of an hour does not look like a hang.
 
     Trainer (clock, buffer, traffic, evaluation) ─▶ Moment ─▶ one line ─▶ on a terminal in place, every second;
                                                                          elsewhere a line every `logging.watchdog_s`
 
-In: what the driver knows anyway, read in the watchdog's thread; nothing remote is asked. Out: lines. It says what goes
-on; what is waited for, when that is long, says the watchdog.
+It reads the driver's own state in the watchdog's thread, and makes no remote call. Long waits are reported by the
+watchdog.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dapo.trainer import Trainer
 
 GENERATING, SCORING = "generating", "scoring"
-PHASES = {  # of the clock; of several that are open, the first
+PHASES = {  # of the clock; if several are open, the first is shown
     "update": "updating",
     "sync": "syncing weights",
     "sleep": "putting the engines to sleep",
@@ -36,12 +36,10 @@ STEPS = 5  # the last ones, whose mean is what a step is expected to take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """Holds what a run is doing now. Made by `moment_of`, consumed by `Progress`.
-
-    step: under way, from 1 to total_steps. phase: in words; phase_s: for how long. usable, wanted, dropped: groups, see
-    `OversamplingBuffer.progress`. running, ended, longest_s: see `Traffic`; per_s: tokens that the engines generate a
-    second, now. evaluation: policy version under evaluation, answers that came, and all.
-    """
+    """What a run is doing now. Made by `moment_of`, consumed by `Progress`. step: in progress, from 1 to total_steps.
+    phase: in words; phase_s: its duration so far. usable, wanted, dropped: groups, see `OversamplingBuffer.progress`.
+    running, ended, longest_s: see `Traffic`; per_s: tokens per second of the engines. evaluation: policy version under
+    evaluation, finished answers, and all answers."""
 
     step: int
     total_steps: int
@@ -81,8 +79,8 @@ def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
 
 
 def line_of(moment: Moment, left: str = "") -> str:
-    """Returns the line for a person, what matters most first. left: how long the step will take, in words."""
-    parts = [f"in step {moment.step}/{moment.total_steps}", moment.phase]  # no step line, for who greps for those
+    """Returns the progress line, most important part first. left: remaining time of the step, in words."""
+    parts = [f"in step {moment.step}/{moment.total_steps}", moment.phase]  # not matched by a grep for step lines
     if moment.phase_s >= 1:
         parts[-1] += f" for {duration(moment.phase_s)}"
     if left:
@@ -101,7 +99,7 @@ def line_of(moment: Moment, left: str = "") -> str:
 
 
 class Progress:
-    """Shows the progress of one run between `with` and its end; `look` is called again and again meanwhile."""
+    """Context manager that shows the progress of one run; the watchdog calls `look` repeatedly."""
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class Progress:
         say: Show = console.say,
         live: Callable[[], AbstractContextManager[Show | None]] = live_line,
     ) -> None:
-        """Shows nothing yet. every_s: seconds between two lines where there is no terminal."""
+        """every_s: seconds between two lines without a terminal."""
         self._total_steps = total_steps
         self._every_s = every_s
         self._say = say
@@ -119,7 +117,7 @@ class Progress:
         self._stack = ExitStack()
         self._show: Show | None = None
         self._trainer: Trainer | None = None
-        self._step = 0  # none was seen
+        self._step = 0  # none yet
         self._began = self._told = 0.0  # the step under way; its last line
         self._took: deque[float] = deque(maxlen=STEPS)  # seconds of whole steps
 
@@ -129,20 +127,21 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._trainer = self._show = None
-        with suppress(OSError):  # the terminal has gone
+        with suppress(OSError):  # the terminal is closed
             self._stack.close()
 
     def of(self, trainer: "Trainer") -> "Trainer":
-        """Shows what this trainer does from now on, and returns it."""
+        """Shows the progress of this trainer from now on, and returns it."""
         self._step, self._trainer = 0, trainer
         return trainer
 
     def look(self, now: float) -> None:
-        """Shows how far the run is at `now` (`time.monotonic()`), or says so where that is due."""
+        """Updates the line on a terminal; elsewhere prints a line if it is due. now: `time.monotonic()`."""
         trainer, show = self._trainer, self._show
         if trainer is None:
             return
-        # A table has changed while it was read: the next look reads it again; or the terminal has gone.
+        # RuntimeError: a dict changed while it was read, and the next call reads it again. OSError: the terminal is
+        # closed.
         with suppress(RuntimeError, OSError):
             moment = moment_of(trainer, self._total_steps, now)
             if moment.step != self._step:
@@ -160,8 +159,8 @@ class Progress:
         self._step, self._began, self._told = step, now, now
 
     def _left(self, moment: Moment, now: float) -> str:
-        """Returns what is left of a step that takes as long as the last ones; where there is none, or it takes longer,
-        what is left of the batch if usable groups come as they did."""
+        """Estimates the remaining time of the step from the last ones. Without any, or if this step takes longer: the
+        remaining time of the batch, at the rate of usable groups so far."""
         if self._took and (left := sum(self._took) / len(self._took) - (now - self._began)) > 0:
             return f"~{duration(left)} left"
         if moment.phase == GENERATING and 0 < moment.usable < moment.wanted:

@@ -1,9 +1,6 @@
-"""Takes secrets out of what is stored or shown: by the names of keys, by their shape, out of addresses and command
-lines, and those of the environment.
-
-In: plain containers, or a text. Out: the same with `HIDDEN` in place of each secret. Keys of dapo hold none; engine
-arguments of vLLM, arguments of reward functions and of `wandb.init`, and addresses of data may.
-"""
+"""Removes secrets from what is stored or shown. Secrets are recognized by key names, by their shape, in addresses and
+command lines, and by value if they are in the environment; each is replaced by `HIDDEN`. Keys of dapo hold none, but
+engine arguments of vLLM, arguments of reward functions and of `wandb.init`, and data addresses may."""
 
 import os
 import re
@@ -11,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "(redacted)"
-SHORTEST = 8  # characters of a secret that is looked for in a text: shorter ones stand in many by chance
+SHORTEST = 8  # characters; shorter secrets would match text by chance
 
 _SECRET = re.compile(
     r"""passw(?:or)?d | pass(?:phrase|code|key) | secret | credential | authorization | bearer | cookie | jwt | webhook
@@ -19,7 +16,7 @@ _SECRET = re.compile(
     | (?:^|[_.-])(?:auth|pat|pwd|pw|pass|creds?|dsn)$""",
     re.VERBOSE | re.IGNORECASE,
 )
-# A token, or a key of something; `key` alone, and most `tokens`, are words of data.
+# A token or some key; `key` alone and most plurals `tokens` are ordinary data.
 _PERHAPS = re.compile(
     r"""token$ | (?<=[a-z0-9])[_-]?key$ | (?:^|[.])tokens$
     | (?: api | access | o?auth | bearer | bot | refresh | session | user | client | login | service | hf | hub | github
@@ -38,7 +35,7 @@ _PLAIN = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
-# What is a secret by its looks: a private key, tokens of services that begin alike, a web token, headers, webhooks.
+# Secrets by shape: private keys, service tokens with a known prefix, JSON web tokens, headers, webhooks.
 _SHAPES = re.compile(
     r"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     | (?<![A-Za-z0-9_-])(?: hf_[A-Za-z0-9]{16,} | (?:api_org|nvapi|glpat|npm|pypi|gsk)[_-][A-Za-z0-9-]{16,}
@@ -54,7 +51,7 @@ _SHAPES = re.compile(
 _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]+@")
 _PARAMETER = re.compile(r"(?<=[?&#])([\w.-]+=)([^&#\s'\"]+)")
 _SIGNS = re.compile(r"(?i)(?:token|signature|sig|hmac|key|access)=$")  # of an address, besides secret names
-# A value behind its name: NAME=VALUE, "NAME": "VALUE", a_name: VALUE, --name VALUE.
+# A value after its name: NAME=VALUE, "NAME": "VALUE", a_name: VALUE, --name VALUE.
 _NAMED = re.compile(
     r"""(?<![\w.?&\#-])(-{0,2}[A-Za-z_][\w.-]*(?:=|['"]\s*:\s*|:\s+(?:(?:Basic|Bearer|Token)\s+)?+)
       | (?<!\S)--[A-Za-z][\w.-]*\s+)
@@ -66,14 +63,12 @@ _SHORT = re.compile(r"[\d.]{1,7}|None|null|True|False|true|false")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether the name of a key says that its value is for nobody else."""
     return bool(_SECRET.search(name) or _PERHAPS.search(name) and not _PLAIN.search(name))
 
 
 def redacted(tree: Any, name: str = "") -> Any:
-    """Returns containers with the same keys: a value under a secret name is `HIDDEN`, whatever it holds, as is one
-    behind such an option of a command line, and texts are as by `without_logins`. name: of the key that `tree` is
-    under."""
+    """Returns containers with the same keys and without secrets. name: the key of `tree`. Any value under a secret
+    name, or after such an option of a command line, becomes `HIDDEN`; texts go through `without_logins`."""
     if is_secret(name) and tree not in (None, "", False, True) and not _counts(tree, name):
         return HIDDEN
     if isinstance(tree, Mapping):
@@ -87,7 +82,7 @@ def redacted(tree: Any, name: str = "") -> Any:
 
 
 def _counts(tree: Any, name: str) -> bool:
-    """Returns whether `tokens` of some kind are numbers: how many, or which."""
+    """Whether a value named `...tokens` is numeric: token counts or token ids."""
     return name.lower().endswith("tokens") and all(
         isinstance(one, int | float) for one in (tree if isinstance(tree, list | tuple) else [tree])
     )
@@ -98,9 +93,8 @@ def _is_option(word: Any) -> bool:
 
 
 def without_logins(text: str) -> str:
-    """Returns a text without what is a secret by its shape (`hf_...`), without values behind secret names, such as
-    `password=` and `--token`, and whose addresses say neither who logs in (`user:password@`) nor what signs them
-    (`?sig=`)."""
+    """Removes secrets by shape (`hf_...`), values after secret names (`password=`, `--token`), and logins
+    (`user:password@`) and signatures (`?sig=`) in addresses."""
     text = _SHAPES.sub(HIDDEN, text)
     if "://" in text:
         text = _PARAMETER.sub(_without_parameter, _LOGIN.sub(f"{HIDDEN}@", text))
@@ -121,8 +115,8 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def without_secrets(text: str, variables: Mapping[str, str] = os.environ) -> str:
-    """Returns a text, such as an error that quotes a request, without the values of environment variables whose names
-    say that they are secret, and as by `without_logins`. What is a path here (PWD) is none."""
+    """Does `without_logins`, and removes the values of environment variables with secret names, e.g. from a quoted
+    request. A value that is an existing path (PWD) is not a secret."""
     there = [name for name in list(variables) if is_secret(name)]  # a copy: another thread may set some
     values = {variables.get(name, "").strip() for name in there}
     for value in sorted(values, key=len, reverse=True):  # one may be a part of another

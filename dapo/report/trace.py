@@ -1,7 +1,5 @@
-"""Writes the phases of all steps as a Chrome trace, OUTPUT_DIR/trace.json, which https://ui.perfetto.dev opens.
-
-The file is a list whose last bracket may be missing, by its format: a run that is killed leaves a whole file.
-"""
+"""Writes the phases of all steps as a Chrome trace, OUTPUT_DIR/trace.json, for https://ui.perfetto.dev. The format
+allows the closing bracket of the list to be missing, so the file of a killed run is valid."""
 
 import json
 import time
@@ -13,7 +11,7 @@ TRACE = "trace.json"
 
 
 class Trace:
-    """Appends stretches of phases, a track each; a file that cannot be written to ends the trace, and no run."""
+    """Appends intervals of phases, one track per phase. A write error ends the trace, not the run."""
 
     def __init__(self, output_dir: Path) -> None:
         self._path = output_dir / TRACE
@@ -21,7 +19,7 @@ class Trace:
         self._off = False
 
     def __call__(self, phase: str, began: float, ended: float) -> None:
-        """Writes a stretch. began, ended: `time.monotonic()`."""
+        """Writes an interval. began, ended: `time.monotonic()`."""
         if self._off:
             return
         now = time.time() - time.monotonic()

@@ -1,8 +1,4 @@
-"""Ends a command with one line where it fails before it can say anything itself: Ctrl-C while its modules are loaded,
-and a Python without the packages of dapo.
-
-It needs the standard library alone. In: an exception that nothing has caught. Out: the end of the process.
-"""
+"""Handles early failures of a command, with the standard library only: Ctrl-C during imports, missing packages."""
 
 import os
 import sys
@@ -14,7 +10,7 @@ EXIT_INTERRUPTED = 130  # as in dapo.report.console, which needs a package
 
 
 def install() -> None:
-    """Has Python ask here about what a command does not catch."""
+    """Installs the hook for uncaught exceptions."""
     sys.excepthook = _tell
 
 

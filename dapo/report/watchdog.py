@@ -1,11 +1,11 @@
-"""Says what a program waits for, so that neither a long wait nor a long step looks like a hang.
+"""Reports what a program waits for, so that neither a long wait nor a long step looks like a hang.
 
     with waiting("..."): ─▶ the open waits ─▶ a thread looks at them ─▶ a line per kind, every `logging.watchdog_s`
 
-In: one entry around each wait for something remote or slow. Out: lines such as `waiting 90 s for 2 of 64 actor ranks
-(the update from policy version 17): 3, 17`. A wait is told when it is that old, and again after as long; when nothing
-else was printed for as long, the oldest one is told whatever its age. A thread does it: what blocks the event loop is
-a wait as well.
+Each wait for something remote or slow has an entry. A line is for example `waiting 90 s for 2 of 64 actor ranks (the
+update from policy version 17): 3, 17`. A wait is reported when it is older than the interval, and again after each
+interval. If nothing else was printed for an interval, the oldest wait is reported whatever its age. A thread does this,
+because a blocked event loop is a wait too.
 """
 
 import itertools
@@ -25,7 +25,7 @@ LOOK_S = 1.0  # between two looks at most
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Names one of several alike: `engine 3 to start` of `count` engines. act: what it is waited for to do."""
+    """One of several alike: `engine 3 to start` of `count` engines. act: what it is expected to do."""
 
     role: str
     number: int
@@ -38,8 +38,6 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Wait:
-    """Holds one open wait; see `waiting`."""
-
     what: str | Member
     began: float
     detail: Callable[[], str]
@@ -48,11 +46,10 @@ class _Wait:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Returns what those that share a line have in common."""
         return (self.what.role, self.what.act) if isinstance(self.what, Member) else (self.what,)
 
     def overdue(self, now: float) -> float:
-        """Returns for how many seconds nothing came of what is waited for."""
+        """Returns the seconds without progress of the wait."""
         return self.silent() if self.silent is not None else now - self.began
 
 
@@ -68,12 +65,10 @@ def waiting(
     silent: Callable[[], float] | None = None,
     each: str = "",
 ) -> Iterator[None]:
-    """Lets the watchdog tell of the block, as long as it runs.
-
-    what: follows "waiting 60 s for"; those of one text, or of one role and act, share a line. detail: follows it, how
-    far that is; called in another thread. silent: seconds since it was last heard of, where that counts and not the
-    age of the wait. each: a noun in the plural for waits that share a text.
-    """
+    """Lets the watchdog report the block while it runs. what: follows "waiting 60 s for"; waits with the same text,
+    or the same role and act, share a line. detail: the progress, shown after it; called in another thread. silent:
+    seconds since the last sign of life, used in place of the age of the wait. each: a plural noun for waits that
+    share a text."""
     number = next(_numbers)
     _open[number] = _Wait(what=what, began=time.monotonic(), detail=detail, silent=silent, each=each)
     try:
@@ -83,7 +78,7 @@ def waiting(
 
 
 class Watchdog:
-    """Tells of long waits between `with` and its end, in lines of `say`. every_s: seconds, `logging.watchdog_s`."""
+    """Context manager that reports long waits with `say`. every_s: seconds, `logging.watchdog_s`."""
 
     def __init__(
         self,
@@ -92,7 +87,7 @@ class Watchdog:
         say: Callable[[str], None] = console.say,
         before: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """Starts nothing yet. before: called at each look with `time.monotonic()`; what it prints breaks a silence."""
+        """before: called at each look with `time.monotonic()`; anything it prints counts as output."""
         self._every_s = every_s
         self._say = say
         self._before = before
@@ -114,13 +109,12 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Says what is to be told now."""
         self._before(time.monotonic())
         for line in self.due(time.monotonic()):
             self._say(line)
 
     def due(self, now: float) -> list[str]:
-        """Returns what is to be told at `now` (`time.monotonic()`)."""
+        """Returns the lines that are due at `now` (`time.monotonic()`)."""
         quiet_s = now - max(self._began, console.printed_at())
         waits = list(_open.values())
         open_kinds = {wait.kind for wait in waits}
@@ -137,7 +131,6 @@ class Watchdog:
 
 
 def _line(waits: list[_Wait], now: float) -> str:
-    """Returns one line for waits of one kind."""
     oldest = min(waits, key=lambda wait: wait.began)
     what, detail = oldest.what, oldest.detail()
     if isinstance(what, Member):

@@ -1,1 +1,1 @@
-"""What a run has come to, from its files: at its end as `summary.json`, and beside other runs (`dapo.compare`)."""
+"""Results of a run, from its files: `summary.json` at its end, and comparison of runs (`dapo.compare`)."""

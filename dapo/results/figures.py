@@ -1,7 +1,5 @@
-"""Says what a run has come to: accuracy from and to, tokens, seconds, faults, GPU hours.
-
-In: what `dapo.results.runs` reads back. Out: `Results`, for `summary.json`, `dapo.compare` and the end of a run.
-"""
+"""Computes the results of a run: first and last accuracy, tokens, seconds, faults, GPU hours. `dapo.results.runs` reads
+the input; `summary.json`, `dapo.compare` and the end of a run show the `Results`."""
 
 import math
 from collections.abc import Sequence
@@ -14,15 +12,15 @@ from dapo.state.changes import value_of
 from dapo.store.reader import PHASES
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
-# Of `perf/restarted_NAME`.
+# NAME in `perf/restarted_NAME`.
 RESTARTED = ("engines", "actors", "reward_workers", "reward_children", "function_workers", "judges")
 LATEST = ("rollout/response_length_mean", "rollout/truncated", "actor/entropy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Holds an accuracy and its 95 % interval, which is None where there is none. step: the policy version, of several
-    the one farthest out."""
+    """An accuracy and its 95 % confidence interval, None if there is none. step: the policy version; of a window of
+    steps, the outermost."""
 
     step: int
     value: float
@@ -32,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Holds the mean difference of accuracy over the problems that both sides answered, with its 95 % interval."""
+    """Mean difference of accuracy over the problems that both sides answered, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -42,9 +40,9 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """Holds how an accuracy moved. set: of held-out problems; "" for the one without a name, or the mean over sets;
-    with SOURCE or SET/SOURCE a data source of a set that has several. gain: problem by problem; None where the first
-    and the last evaluation are not known to share one, and of drawn groups."""
+    """Accuracy over the steps of a run. set: of held-out problems; "" for the unnamed one, or the mean over sets;
+    SOURCE or SET/SOURCE for a data source of a set that has several. gain: paired by problem; None for sampled groups,
+    and if the first and the last evaluation are not known to share a problem."""
 
     set: str
     first: Point
@@ -55,13 +53,13 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """Holds what a run has come to; None is not known. Made by `results`.
+    """Results of a run; None: not known. Made by `results`.
 
-    steps: how many it took, from first_step to last_step, 0 without any; a run that begins from another one's
-    checkpoint goes on with its number. held_out: one per set, intervals over problems. drawn: of the groups that steps
-    used up, means of the first and last steps, `WINDOW` at most, intervals over steps. seconds: `wall` of all starts,
-    `steps` of the steps that count, and of these by phase, which overlap. faults: what was survived. gpus: of the
-    newest start; 0: CPU. latest: means of the last steps. inputs: what the run read, with commits.
+    steps: number of steps, from first_step to last_step; 0 without any; a run that starts from another run's checkpoint
+    continues its numbering. held_out: one per set, intervals over problems. drawn: of the sampled groups, means of the
+    first and last steps (at most `WINDOW` each), intervals over steps. seconds: `wall` of all starts, `steps` of the
+    steps that count, and of these by phase; phases overlap. faults: counts of survived faults. gpus: of the newest
+    start; 0: CPU. latest: means of the last steps. inputs: what the run read, with commits.
     """
 
     name: str
@@ -84,7 +82,6 @@ class Results:
 
 
 def results(run: Run) -> Results:
-    """Returns what the run has come to so far."""
     steps = run.steps
     last = steps[-1] if steps else {}
     generated, goodput = known(last, "ledger/tokens_generated"), known(last, "ledger/goodput")
@@ -114,7 +111,6 @@ def results(run: Run) -> Results:
 
 
 def _held_out(run: Run) -> list[Accuracy]:
-    """Returns one per name of an accuracy, that over all first."""
     gains = differences(*run.problems) if len(run.problems) == 2 else {}
     found = []
     for name, steps in sorted(evaluated(run.records).items()):
@@ -158,8 +154,8 @@ def _over_steps(records: Records, step: int) -> Point:
 
 
 def differences(before: Problems, after: Problems) -> dict[str, Difference]:
-    """Returns how much better `after` is, over the problems that both have a verdict on: by set, and by data source
-    where `after` has several in one, each under the name of its metrics in `eval/`."""
+    """Returns the gain of `after` over the problems that both scored, by the names of `eval/` metrics. There is one per
+    set, and one per data source if `after` has several in a set."""
     found = {}
     for name in dict.fromkeys(problem.set for problem in after):
         there, here = ({key: one[key] for key in one if key.set == name} for one in (before, after))
@@ -175,9 +171,9 @@ def differences(before: Problems, after: Problems) -> dict[str, Difference]:
 
 
 def _paired(before: Problems, after: Problems) -> list[float]:
-    """Returns the differences over the problems of one set that both have. A problem is known by its text. Where no
-    text is in both, as two chat templates or dates write them, it is by its number, if the ground truths differ among
-    the problems and not between both."""
+    """Returns the differences over the problems of one set that both have. Problems are matched by text. If no text is
+    in both (another chat template, or a date in it), they are matched by number, provided that the ground truths agree
+    between both and differ among the problems."""
     there, here = ({(key.text, key.ground_truth): one[key] for key in one} for one in (before, after))
     if both := [here[key] - there[key] for key in here if key in there]:
         return both
@@ -189,8 +185,7 @@ def _paired(before: Problems, after: Problems) -> list[float]:
 
 
 def _faults(run: Run) -> dict[str, int]:
-    """Counts what was survived. The metrics count since their process began, so that a start begins at 0 again; what
-    came after its last step is in none of them."""
+    """Counts survived faults. Metrics restart at 0 with each start; warnings give the losses after its last step."""
     start_of = {step: number for number, start in enumerate(run.starts) for step in start.steps}
     found = {}
     for name in RESTARTED:

@@ -1,8 +1,5 @@
-"""Reads back what a run has left behind: from its files alone, so that it covers every start of it.
-
-In: an output directory, whether the run goes on or not. Out: its configuration, the lines of `metrics.jsonl`, and of
-`samples.sqlite` the starts, failed saves and verdicts on held-out problems; without the latter these are absent.
-"""
+"""Reads a finished or running run from its files, over all its starts. They are the configuration, `metrics.jsonl`, and
+`samples.sqlite` with starts, failed saves and held-out verdicts. Without the latter, these are absent."""
 
 import math
 import re
@@ -23,7 +20,7 @@ from dapo.store.reader import Reader
 from dapo.store.schema import DATABASE, UNNAMED
 
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
-LOSSES = {  # how a person is told of them
+LOSSES = {  # texts of the warnings
     "engines": re.compile(r"engine \d+ is lost"),
     "actors": re.compile(r"the actors are lost"),
     "reward_workers": re.compile(r"reward worker \d+ is replaced"),
@@ -34,8 +31,8 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Problem(NamedTuple):
-    """Names a held-out problem. set: "" for the one without a name. number: in the run's store. text: after the chat
-    template. source: its `data_source`."""
+    """A held-out problem. set: "" for the unnamed one. number: in the run's store. text: after the chat template.
+    source: its `data_source`."""
 
     set: str
     number: int
@@ -49,8 +46,8 @@ Problems = Mapping[Problem, float]  # with the mean accuracy of the answers to e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Holds one start of the program. steps: that it took and that count. seconds: from when its workers were ready to
-    its end, or to its last sign of life. ended: in order; False also while it runs."""
+    """One start of the program. steps: those that count. seconds: from workers ready to its end or last sign of life.
+    ended: in order; False also while it runs."""
 
     steps: frozenset[int]
     seconds: float
@@ -60,13 +57,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Holds what a run has left behind. Made by `read_run`, consumed by `results`.
-
-    records: lines of metrics.jsonl. starts: oldest first; empty, and failed_saves None, without a store, and where that
-    began within the run: the one before it was damaged, or of another version.
-    problems: held-out verdicts of the first and the last evaluation of each set, if any. inputs: as
-    `dapo.data.origins` gives them.
-    """
+    """Contents of a run's files. Made by `read_run`, consumed by `results`. records: lines of metrics.jsonl. starts:
+    oldest first; empty, and failed_saves None, if there is no store or it does not cover the whole run (the one before
+    it was damaged, or of another version). problems: held-out verdicts of the first and the last evaluation of each
+    set, if any. inputs: see `dapo.data.origins`."""
 
     name: str
     config: Mapping[str, Any]
@@ -79,13 +73,12 @@ class Run:
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
-        """Returns one line per step that was taken, in order."""
         found = {record["step"]: record for record in self.records if "perf/step_s" in record}
         return [found[step] for step in sorted(found)]
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Reads the run in `folder`. name: for tables; "" for that of the folder. Raises ValueError where there is none."""
+    """Reads the run in `folder`. name: for tables; "": the folder's name. Raises ValueError if there is no run."""
     path = folder / CONFIG
     try:
         text = path.read_text(encoding="utf-8")
@@ -115,12 +108,12 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def _lost(warning: str) -> str:
-    """Returns what a warning tells the loss of, as in `perf/restarted_NAME`; empty: of none."""
+    """Returns which loss a warning reports, as in `perf/restarted_NAME`; empty if none."""
     return next((name for name, words in LOSSES.items() if words.match(warning)), "")
 
 
 def _has_all(starts: Sequence[Start], records: Records) -> bool:
-    """Returns whether the first step that the lines tell of is one of these starts'."""
+    """Whether these starts include the first step of the records."""
     first = min((record["step"] for record in records if "perf/step_s" in record), default=math.inf)
     return first >= min((step for start in starts for step in start.steps), default=math.inf)
 
@@ -131,7 +124,7 @@ def _start(row: dict[str, Any]) -> Start:
 
 
 def evaluated(records: Records) -> dict[str, list[int]]:
-    """Returns by name of an accuracy in `eval/`, "" for that over all, the steps that have one, in order."""
+    """Returns the evaluated steps in order, by the name of the accuracy in `eval/`; "" for the overall one."""
     found: dict[str, set[int]] = {}
     for record in records:
         for name in record:
@@ -141,8 +134,7 @@ def evaluated(records: Records) -> dict[str, list[int]]:
 
 
 def _ends(store: Reader, steps: Mapping[str, Sequence[int]]) -> tuple[Problems, ...]:
-    """Returns the verdicts of the first and of the last evaluation of each set; only one where there was only one.
-    steps: of `evaluated`."""
+    """Returns the verdicts of each set's first and last evaluation, or of the only one. steps: from `evaluated`."""
     count = len({step for each in steps.values() for step in each})
     found = []
     for end in (0, -1)[:count]:
@@ -160,8 +152,7 @@ def _problems(store: Reader, step: int) -> Problems:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Returns a name for each run: its folder's, with its parent's where two are the same, and the whole path where
-    that does not tell them apart either."""
+    """Returns a unique name for each run: its folder's, with its parent's if ambiguous, or the whole path."""
     names = [folder.absolute().name for folder in folders]
     found: list[str] = []
     for folder, name in zip(folders, names, strict=True):
@@ -171,7 +162,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def positions(records: Records, against: str) -> dict[int, float]:
-    """Returns where each step lies on an axis: `step`, `tokens` generated so far, `seconds` of the steps so far."""
+    """Returns the position of each step on an axis: `step`, or the `tokens` generated or `seconds` of steps so far."""
     if against == "step":
         return {record["step"]: float(record["step"]) for record in records}
     found, total = {0: 0.0}, 0.0
@@ -185,6 +176,6 @@ def positions(records: Records, against: str) -> dict[int, float]:
 
 
 def known(record: Mapping[str, Any], name: str) -> float | None:
-    """Returns a number of a line; None where it is absent or NaN."""
+    """Returns a number of a line; None if it is absent or NaN."""
     value = float(record.get(name, math.nan))
     return None if math.isnan(value) else value

@@ -1,8 +1,5 @@
-"""Sums a run up when it ends: `summary.json`, `curves.png`, and a few lines for a person.
-
-In: an output directory. Out: the two files in it, lines on the console. Nothing here ends a run otherwise than it ends:
-what fails is told as a warning.
-"""
+"""Writes the summary of a run at its end: `summary.json`, `curves.png`, and a few lines on the console. A failure here
+is only a warning and does not change how the run ends."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,10 +21,8 @@ HELD_OUT, DRAWN = "held-out accuracy", "accuracy of drawn groups"
 
 @contextmanager
 def concluded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Sums the run in `folder` up at the end of the block, however that ends, if the block has reported anything.
-
-    check: raises LeaseLost where the folder is another run's by then, and is left alone.
-    """
+    """Writes the summary of `folder` at the end of the block, however it ends, if the block has logged metrics. check:
+    raises LeaseLost if another run owns the folder by then; nothing is written in that case."""
     before = _written(folder)
     try:
         yield
@@ -42,7 +37,7 @@ def _written(folder: Path) -> int:
 
 
 def conclude(folder: Path, check: Callable[[], None]) -> None:
-    """Writes the files and tells the summary; without a step, nothing. check: as in `concluded`."""
+    """Writes the files and prints the summary; does nothing without a step. check: as in `concluded`."""
     try:
         check()
         if not (folder / METRICS).is_file():
@@ -67,7 +62,7 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
 
 
 def text(found: Results) -> str:
-    """Returns the lines for a person; in brackets 95 % intervals, as `Results` says over what."""
+    """Returns the lines of the summary; 95 % confidence intervals in brackets, see `Results`."""
     steps = f"steps {taken(found)}" if found.first_step > 1 else f"{taken(found)} steps"
     begun = f", started {found.starts} times" if (found.starts or 0) > 1 else ""
     lines = [f"summary: {steps} in {duration(found.seconds['wall'])}{begun}"]
@@ -84,7 +79,7 @@ def text(found: Results) -> str:
 
 
 def taken(found: Results) -> str:
-    """Returns how many steps of how many there are; of a run that did not begin with the first one, which."""
+    """Returns the steps taken of all steps; as a range if the run did not begin with the first one."""
     of = f" of {found.total_steps}" if found.total_steps else ""
     return (f"{found.first_step} to {found.last_step}" if found.first_step > 1 else f"{found.steps}") + of
 
@@ -98,41 +93,34 @@ def _moved(name: str, one: Accuracy) -> str:
 
 
 def shown(value: float | None, form: str = ".3f") -> str:
-    """Returns a number for a table; `-` where it is not known."""
     return "-" if value is None else format(value, form)
 
 
 def point(one: Point) -> str:
-    """Returns an accuracy with its interval."""
     return shown(one.value) + (f" ({one.low:.3f} to {one.high:.3f})" if one.low is not None else "")
 
 
 def difference(one: Difference) -> str:
-    """Returns a difference with its interval."""
     return f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f}) over {one.problems} problems"
 
 
 def _phases(found: Results) -> str:
-    """Returns the phases that took one percent or more, the longest first."""
     least = found.seconds["steps"] / 100
     taken = sorted((name for name in PHASES if found.seconds[name] >= least), key=lambda name: -found.seconds[name])
     return ", ".join(f"{name} {share(found, name)}" for name in taken) or "-"
 
 
 def share(found: Results, phase: str) -> str:
-    """Returns the seconds of a phase as a share of all steps; `-` where it took none."""
     return f"{found.seconds[phase] / found.seconds['steps']:.0%}" if found.seconds[phase] else "-"
 
 
 def faults(found: Results) -> str:
-    """Returns in words what was survived."""
     words = {f"restarted_{name}": f"{name.replace('_', ' ')} restarted" for name in RESTARTED}
     counts = [f"{words.get(name, name.replace('_', ' '))} {count}" for name, count in found.faults.items() if count]
     return ", ".join(counts) or "no fault"
 
 
 def cost(found: Results) -> str:
-    """Returns the GPU hours; CPU where there was no GPU."""
     if found.gpu_hours is None:
         return "-"
     return f"{found.gpu_hours:,.1f} GPU hours ({found.gpus} GPUs)" if found.gpu_hours else "CPU, no GPU hours"

@@ -1,1 +1,1 @@
-"""Scores responses: ready reward functions, the loader of a person's own, and the process that calls them."""
+"""Scores responses: ready reward functions, the loader of user-defined ones, and the processes that call them."""

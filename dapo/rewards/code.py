@@ -1,9 +1,7 @@
-"""Scores programs: the last fenced block of Python in a response is run on the tests of its problem, in the sandbox.
-
-In: a response, and as ground truth the JSON that verl has for `prime_code`, APPS and TACO: `inputs`, `outputs`, and
-`fn_name` where a function is called instead of a program run. Out: the share of tests passed, or whether all were. What
-is expected never enters the sandbox, so that a program can neither read it nor write its own verdict.
-"""
+"""Scores programs: runs the last fenced Python block of a response on the tests of its problem, in the sandbox. The
+ground truth is verl's JSON for `prime_code`, APPS and TACO: `inputs`, `outputs`, and `fn_name` if a function is called
+instead of running a program. The expected outputs never enter the sandbox, so a program can neither read them nor write
+its own score."""
 
 import json
 import re
@@ -18,9 +16,9 @@ from dapo.sandbox.program import Outcome, Program
 RUNS_PROGRAMS = True
 LANGUAGES = ("python", "python3", "py", "")
 _FENCE = re.compile(
-    # Behind a tag or words it opens with a name alone.
+    # After a tag or words on the line, a fence needs a language name.
     r"^([ \t]*|[^\n`~]+(?=[`~]{3,}+[ \t]*[\w+-]+[ \t\r]*\n))(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n`]*+\n"
-    # It ends where a line begins with its fence, whatever stands behind, such as a tag; a word there opens another one.
+    # It ends at a line that begins with the same fence, whatever follows (a tag); a word there opens a new block.
     r"(.*?)(?:^[ \t]*\2[`~]*+(?![`~\w+-])|(?=^[ \t]*\2)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
@@ -36,16 +34,16 @@ def compute_score(
     partial: bool = False,
     max_tests: int = 0,
 ) -> dict[str, Any]:
-    """Returns 1.0 when every test is passed, else -1.0; with `partial` the share of tests passed, 0.0 to 1.0.
+    """Returns 1.0 if every test passes, else -1.0; with `partial` the share of tests passed, 0.0 to 1.0.
 
-    max_tests: the first so many tests count; 0: all. A test is passed by a program that ends by itself without an
-    error, within its limits, and writes or returns what is expected. After a test at its time limit, or all tests
-    beyond `reward.limits.sandbox.total_s`, the rest are not run and count as failed; without `partial`, after any that
-    is failed. Returns score, acc (the same, 0.0 to 1.0), pred (how it went) and, for metrics, tests, passed (the
-    share), no_code and time_limit (0 or 1).
+    max_tests: use only the first tests; 0: all. A test passes if the program ends by itself without an error, within
+    its limits, and writes or returns the expected value. After a test at its time limit, or when all tests took more
+    than `reward.limits.sandbox.total_s`, the rest count as failed without being run; without `partial`, so they do
+    after any failed test. Returns score, acc (0.0 to 1.0), pred (a summary) and the metrics tests, passed (the share),
+    no_code and time_limit (0 or 1).
 
-    Raises ValueError for a ground truth that is not of this form, SandboxError where the sandbox failed: neither says
-    anything about the solution.
+    Raises ValueError for a malformed ground truth and SandboxError if the sandbox failed; neither is the solution's
+    fault.
     """
     tests = read_tests(ground_truth)[: max_tests or None]
     source = last_block(solution_str)
@@ -63,15 +61,14 @@ def compute_score(
 
 
 def last_block(text: str) -> str:
-    """Returns the last fenced block that is named Python, for one without a name behind it shows what that prints; the
-    last one without a name where none is named. A block that is still open ends with the text."""
+    """Returns the last fenced block named Python, because an unnamed block after it usually shows its output; the last
+    unnamed block if none is named. An unclosed block ends with the text."""
     blocks = [match for match in _FENCE.finditer(text) if match[3].lower() in LANGUAGES]
     chosen = [match for match in blocks if match[3]] or blocks
     return textwrap.dedent(chosen[-1][4]) if chosen else ""
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Yields known responses, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     wrong = 0.0 if kwargs.get("partial", False) else -1.0
     run = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
     call = json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
@@ -82,7 +79,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 
 
 def _passed(source: str, tests: list[CodeTest], *, all_or_nothing: bool) -> tuple[int, str]:
-    """Returns how many tests a program passes, and by what the first that it fails is failed, "" if none."""
+    """Returns the number of passed tests and the reason of the first failure, "" if none."""
     passed, spent_s, how = 0, 0.0, ""
     total_s = shared.current().limits.total_s
     for test in tests:
@@ -101,7 +98,6 @@ def _passed(source: str, tests: list[CodeTest], *, all_or_nothing: bool) -> tupl
 
 
 def _failed(outcome: Outcome, test: CodeTest) -> str:
-    """Returns by what a test is failed, "" where it is passed."""
     if outcome.reason:
         return outcome.reason
     if outcome.exit != 0:

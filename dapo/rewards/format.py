@@ -1,7 +1,5 @@
-"""Scores a layout: one <think>...</think>, then one <answer>...</answer>, and nothing outside.
-
-A score for the form alone, 1.0 or 0.0, to add to a verifier's by weight; it says nothing about the answer, so no `acc`.
-"""
+"""Scores a layout: one <think>...</think>, then one <answer>...</answer>, and nothing outside. Returns no `acc`,
+because the form says nothing about the answer; combine it with a verifier by weight."""
 
 import re
 from collections.abc import Iterable
@@ -20,13 +18,10 @@ def compute_score(
     answer: str = "answer",
     opened: bool = False,
 ) -> dict[str, float]:
-    """Returns 1.0 when each of the four tags stands there once, in order, with only white space outside; else 0.0.
-
-    think, answer: the tags' names. opened: the chat template has already written the first tag, so that the response
-    starts inside it. Returns score and, for metrics, how often each tag occurs: think_open, think_close, answer_open,
-    answer_close (of the response; with the template's tag where opened). Both parts must hold more than white space.
-    Raises ValueError for a name that is not a letter with letters, digits, `_` and `-`, or for two equal names.
-    """
+    """Returns 1.0 if each of the four tags occurs once, in order, with only white space outside and text in both parts;
+    else 0.0. think, answer: the tags' names. opened: the chat template has already written the first tag. Also returns
+    how often each tag occurs, as metrics: think_open (includes the template's), think_close, answer_open, answer_close.
+    Raises ValueError for equal names or a name that is not a letter followed by letters, digits, `_` and `-`."""
     for key, name in (("think", think), ("answer", answer)):
         if not _NAME.fullmatch(name):
             raise ValueError(f"`{key}` ({name!r}) must be a tag's name, such as think; give it without < and >")
@@ -41,7 +36,6 @@ def compute_score(
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Yields known responses, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     think, answer = kwargs.get("think", "think"), kwargs.get("answer", "answer")
     first = "" if kwargs.get("opened", False) else f"<{think}>"
     yield f"{first}2 + 2 is 4.</{think}>\n<{answer}>4</{answer}>\n", "4", {}, 1.0
@@ -50,7 +44,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 
 
 def _in_order(text: str, tags: tuple[str, str, str, str]) -> bool:
-    """Returns whether the tags, each of which occurs once, enclose all of the text but white space, part by part."""
+    """Whether the tags, each of which occurs once, enclose all of the text except white space."""
     rest, parts = text, []
     for tag in tags:
         part, found, rest = rest.partition(tag)

@@ -1,7 +1,5 @@
-"""Verifies answers in GSM8K's own format: +1 when the number after the last `####` is the ground truth's, else -1.
-
-A ground truth is the number, or the data set's whole reference solution, which ends with `#### 1,080`.
-"""
+"""Verifies answers in GSM8K's format: +1 if the number after the last `####` equals the ground truth's, else -1. A
+ground truth is the number, or the data set's whole reference solution, which ends with `#### 1,080`."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +12,7 @@ from dapo.rewards.reading.dress import NUMBER_WORD
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 
 _MARK = "####"
-# Up to three words of what is counted. Words that make another number of it, or a second answer, are none.
+# Up to three words for what is counted, except words that change the number or add a second answer.
 _WORD = (
     rf"\s+(?!(?:{NUMBER_WORD}|or|and|to|by|in|of|plus|minus|times|divided|over|under|above|below|less|more|fewer|percent"
     r"|squared|cubed|root|factorial|choose|mod|negative|maybe|perhaps|possibly|probably|not|but|else|if|is|are|was"
@@ -24,13 +22,10 @@ _COUNTED = re.compile(rf"(?<=[0-9])(?:{_WORD}){{1,3}}\.?$", re.IGNORECASE)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
-
-    What stands on the line behind the last mark must be one number, read as `dapo.rewards.math` does: with thousands
-    separators, a dollar sign, a unit or a closing dot; or such a number and what is counted (18 eggs). Returns score
-    (1.0 right, -1.0 wrong), acc (the same as a bool) and pred (the answer as it was read, "" when there is none). Never
-    raises for any solution_str.
-    """
+    """Scores one solution, in verl's signature; only solution_str and ground_truth are used. The line after the last
+    mark must be one number, read as in `dapo.rewards.math` (with thousands separators, a dollar sign, a unit or a final
+    dot), optionally followed by what is counted (18 eggs). Returns score (1.0 or -1.0), acc (bool) and pred (the parsed
+    answer, "" if there is none). Never raises for any solution_str."""
     line = _after_mark(solution_str[-TAIL_CHARS:])
     answer = read(line)
     if answer.value is None:
@@ -40,7 +35,6 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Yields known answers, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     yield "She makes 9 * 2 = 18 dollars.\n#### $18.00", "She makes 9 * 2 = <<9*2=18>>18.\n#### 18", {}, 1.0
     yield "#### 1,080", "1080", {}, 1.0
     yield "#### 18", "1080", {}, -1.0
@@ -49,7 +43,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 
 
 def _after_mark(text: str) -> str:
-    """Returns the line behind the last mark, or ""; what follows a mark at the end of a line is on the next one."""
+    """Returns the line after the last mark, or ""; if the mark ends its line, the next line."""
     _, mark, behind = text.rpartition(_MARK)
     return behind.strip().partition("\n")[0] if mark else ""
 

@@ -1,8 +1,6 @@
-"""Lets a model judge a response: asks an OpenAI-compatible endpoint and reads the score from its reply.
-
-The response is adversarial text that the judge reads as a person would: it may try to talk the judge over. Only the
-judge's reply is searched for the score, and only the placeholders of the template are filled in.
-"""
+"""Scores a response with a judge model: queries an OpenAI-compatible endpoint and parses the score from its reply. The
+response is adversarial and may try to influence the judge. Only the judge's reply is searched for the score, and only
+the placeholders of the template are filled in."""
 
 import asyncio
 import os
@@ -19,10 +17,10 @@ import httpx
 from dapo.rewards.calling.calls import Retry, servers
 from dapo.rewards.calling.loading import OWN
 
-RETRIED = (408, 409, 425, 429)  # and all from 500 on: the server's trouble, not the request's
+RETRIED = (408, 409, 425, 429)  # and all from 500 on: server errors
 TOO_LONG = (400, 413, 422)
-AWAY = (429, 502, 503, 504)  # a limit of calls, a gateway, a server that is starting: nobody has read the request
-CONNECT_S = 10.0  # a node that has gone refuses no connection, and takes none
+AWAY = (429, 502, 503, 504)  # rate limit, gateway, starting server: the request was not processed
+CONNECT_S = 10.0  # a lost node neither refuses nor accepts connections
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 _clients: dict[str, httpx.AsyncClient] = {}
 _turn = count()
@@ -47,13 +45,8 @@ async def compute_score(
     prompt_cost: float,
     completion_cost: float,
 ) -> dict[str, float]:
-    """Asks the judge once. The arguments behind extra_info are the keys of `reward.judge`.
-
-    Returns score, as the reply has it, and the metrics prompt_tokens, completion_tokens and cost.
-
-    Raises:
-        Retry: the server is busy or fails, or the reply has no score. ValueError: the server refuses the request.
-    """
+    """Queries the judge once; the arguments after extra_info are the keys of `reward.judge`. Raises Retry if the server
+    is busy or fails, or the reply has no score; ValueError if the server rejects the request."""
     fields = {"prompt": (extra_info or {}).get("prompt", ""), "response": solution_str, "ground_truth": ground_truth}
     text = _FIELD.sub(lambda field: fields[field[1]], prompt)
     base, secret = _own() if url == OWN else (url, os.environ[key_variable].strip() if key_variable else "")
@@ -82,8 +75,8 @@ async def compute_score(
 
 
 async def ask_once(kwargs: Mapping[str, Any], limit_s: float) -> float:
-    """Returns the score of a right answer to a sum, asked of the server within `limit_s`, and closes the connection.
-    Raises as `compute_score` does, TimeoutError, and what httpx raises."""
+    """Scores a correct answer to a simple sum within `limit_s`, to test the judge. Raises as `compute_score` does,
+    TimeoutError, and httpx errors."""
     try:
         async with asyncio.timeout(limit_s):
             given = await compute_score("doctor", "Answer: 4", "4", {"prompt": "What is 2 + 2?"}, **kwargs)
@@ -94,7 +87,6 @@ async def ask_once(kwargs: Mapping[str, Any], limit_s: float) -> float:
 
 
 def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the arguments of the function, the keys of `reward.judge`, before anything starts."""
     if kwargs["url"] != OWN and not str(kwargs["url"]).startswith(("http://", "https://")):
         yield (
             f"`reward.judge.url` ({kwargs['url']!r}) must be an address such as http://HOST:8000/v1; or give the model "
@@ -130,8 +122,8 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_score(reply: str, pattern: str, values: Mapping[str, float], lowest: float, highest: float) -> float:
-    """Returns the score in a reply: the first group of the pattern's last match that has it, by `values` where it has
-    any, else as a number. Raises Retry where there is none, or one outside of lowest..highest."""
+    """Returns the score in a reply: the first group of the pattern's last match, looked up in `values` if there are
+    any, else as a number. Raises Retry if there is none, or if it is outside lowest..highest."""
     found = [match[1] for match in _compiled(pattern).finditer(reply) if match[1] is not None]
     if not found:
         raise Retry("the judge's reply has no score")
@@ -146,7 +138,7 @@ def read_score(reply: str, pattern: str, values: Mapping[str, float], lowest: fl
 
 
 def retry_after_s(header: str) -> float:
-    """Returns the seconds that a Retry-After header asks for, given as seconds or as a date; 0 for anything else."""
+    """Returns the seconds of a Retry-After header, given as seconds or as a date; 0 for anything else."""
     try:
         return max(0.0, float(header))
     except ValueError:
@@ -158,7 +150,7 @@ def retry_after_s(header: str) -> float:
 
 
 def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
-    """Returns the reply's text and the tokens it took. Nothing of a server's words reaches a log."""
+    """Returns the reply's text and its token usage. The server's text is never logged."""
     status = response.status_code
     if status in RETRIED or status >= 500:
         after_s = retry_after_s(response.headers.get("retry-after", ""))
@@ -175,7 +167,7 @@ def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
         )
     try:
         body = response.json()
-        # None: it ended while it thought, at `max_tokens`.
+        # None: `max_tokens` was reached during reasoning.
         reply, usage = body["choices"][0]["message"]["content"] or "", body.get("usage") or {}
         if isinstance(reply, str) and isinstance(usage, dict):
             return reply, usage
@@ -185,7 +177,7 @@ def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
 
 
 def _own() -> tuple[str, str]:
-    """Returns address and key of one of the run's own servers, the next one at each call: a retry goes to another."""
+    """Returns URL and key of the run's next judge server (round robin), so that a retry goes to another one."""
     there = servers.get()
     if not there:
         raise Retry("no judge of the run's own serves")
@@ -194,8 +186,8 @@ def _own() -> tuple[str, str]:
 
 
 def _client(url: str, *, proxies: bool) -> httpx.AsyncClient:
-    """Returns the client of this process for a server, with its open connections. The caller sets deadlines. proxies:
-    whether what the environment says of them counts."""
+    """Returns this process's client for a server; only connecting has a timeout. proxies: whether to use the
+    environment's."""
     if url not in _clients:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         timeout = httpx.Timeout(None, connect=CONNECT_S)

@@ -1,13 +1,13 @@
-"""Verifies symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
+"""Verifies symbolic answers: `dapo.rewards.math` first and, without a match, the library math-verify.
 
-A list without brackets is a set: 2,1 is right for 1,2. A ground truth whose order counts has brackets, (1,2), or names.
+A list without brackets is a set: 2,1 is correct for 1,2. If order matters, the ground truth has brackets, (1,2), or
+names.
 
-The library sees only an expression that `reading/latex_filter.py` lets through, in dollar signs, and only its LaTeX
-reader, a grammar that builds expressions, looks at it: its reader of plain expressions hands text to Python and is
-never configured. A number of that grammar still goes through sympy's own text reader, which evaluates: digits, dot,
-comma, sign and exponent are all that its lexer calls a number, and the filter lets through ASCII without exponents.
-Its own timeouts are off, because they swallow errors and need signals; the worker's child process is killed from
-outside. Its log is silent, because it quotes the model's text.
+Security: the library only receives expressions that `reading/latex_filter.py` accepts, in dollar signs, and only its
+LaTeX parser is configured; its parser of plain expressions passes text to Python. Numbers of that grammar still go
+through sympy's text parser, which evaluates; its lexer accepts only digits, dot, comma, sign and exponent as a number,
+and the filter only passes ASCII without exponents. The library's timeouts are off, because they hide errors and need
+signals; the child process is killed from outside. Its log is off, because it quotes the model's text.
 """
 
 import logging
@@ -42,30 +42,27 @@ READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
-# As by default, but for units: the library takes the last t of 5t, and h of \pi r^2 h, for one.
+# The default except for units: the library would read the t of 5t and the h of \pi r^2 h as units.
 _NORMAL = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
 )
 _LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMAL)]
 _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
-_OPERATION = re.compile(r"^(?!.*(?<![A-Za-z\\])[A-Za-z]{3}).*[-+*/^0-9\\]")  # in no sentence
-_BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # of a number, 1010_2: the library drops it
+_OPERATION = re.compile(r"^(?!.*(?<![A-Za-z\\])[A-Za-z]{3}).*[-+*/^0-9\\]")  # not in a sentence
+_BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # base of a number, 1010_2, which the library drops
 _COUNT = re.compile(
     r"\\[dt]?binom ?\{([^{}]{1,12})\} ?\{([^{}]{1,12})\}"
     r"|(?<![0-9A-Za-z\\.!)}^])(?:([0-9]{1,2}|[A-Za-z])|\(([^()!]{1,12})\)) ?!(?! ?!)"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-_SPARE = "zwqvukshgjtrnmlcabfpxy"  # without those that the library takes for numbers and differentials
+_SPARE = "zwqvukshgjtrnmlcabfpxy"  # except those that the library reads as numbers and differentials
 _ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
 _SET = re.compile(r"(?:([A-Za-z]) ?\\in ?)?((?:\\left ?)?[(\[].*[)\]])")  # x \in [-2,7], or the interval alone
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
-
-    Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
-    truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
-    """
+    """As `dapo.rewards.math`. A ground truth that is a number is only compared by that rule, so that 1+1 does not match
+    2. Raises nothing except MemoryError."""
     text, truth = as_written(find_answer(solution_str)), as_written(truth_text(str(ground_truth)))
     answer = read(text)
     correct = _is_right(text, answer, truth)
@@ -73,7 +70,6 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Yields known answers, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     yield "Answer: 1,080", "1080", {}, 1.0
     yield "Answer: $\\frac{1}{\\sqrt{2}}$", "\\frac{\\sqrt{2}}{2}", {}, 1.0
     yield "So it is \\boxed{(x+1)^2}.", "x^2+2x+1", {}, 1.0
@@ -117,8 +113,8 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
 
 
 def _solved(text: str, truth: str) -> bool | None:
-    """Returns whether inequalities and a set of intervals are the same solutions; None where they are not these two,
-    and for one inequality as ground truth, which the library compares."""
+    """Whether inequalities and a set of intervals are the same solutions. None if the texts are not these two, and for
+    a single inequality as ground truth, which the library compares."""
     left, right = _expression(truth, right_side=False), _expression(text, right_side=False)
     if is_of_intervals(left) and (found := as_intervals(text)):
         return _equal(left, found)
@@ -130,13 +126,13 @@ def _solved(text: str, truth: str) -> bool | None:
 
 
 def _is_other_form(text: str, truth: str) -> bool:
-    """Returns whether a value with a name is answered by an equation of more than a name: y = 2x by 2x - y = 0."""
+    """Whether a named value is answered by an equation in another form: y = 2x by 2x - y = 0."""
     left, equals, _ = _expression(text, right_side=False).partition("=")
     return "=" in truth and bool(equals and _OPERATION.search(left)) and not is_name(left)
 
 
 def _items(text: str) -> str:
-    """Returns a list of answers with commas between, without the name where all have one: x = 1 or x = 2 is 1, 2."""
+    """Returns a list of answers separated by commas, without a name that all share: x = 1 or x = 2 becomes 1, 2."""
     text = ", ".join(_expression(item, right_side=False) for group in items(text) for item in group)
     names = _ITEM_NAME.findall(text)
     if len(set(names)) == 1 and len(names) == text.count(",") + 1:
@@ -145,7 +141,6 @@ def _items(text: str) -> str:
 
 
 def _expression(text: str, *, right_side: bool) -> str:
-    """Returns what the library gets: the formula alone, without units."""
     text = (
         without_units(formula(UNIT_AS_TEXT.sub(" ", text), right_side=right_side))
         .replace("$", "")
@@ -155,10 +150,8 @@ def _expression(text: str, *, right_side: bool) -> str:
 
 
 def _equal(left: str, right: str) -> bool:
-    """Returns whether two expressions mean the same; False for what does not pass the filter or cannot be compared.
-
-    Raises MemoryError, which is the child's limit and has a verdict of its own.
-    """
+    """Whether two expressions are equal; False if they do not pass the filter or cannot be compared. Raises
+    MemoryError."""
     left, right = _without_counts(left, right)
     if not is_tame(left) or not is_tame(right):
         return False
@@ -168,13 +161,13 @@ def _equal(left: str, right: str) -> bool:
         return bool(verify(one, other, timeout_seconds=None, raise_on_error=True)) and _is_close(one[0], other[0])
     except MemoryError:
         raise
-    except Exception:  # the library raises what it likes on expressions that have no value, or that it cannot read
+    except Exception:  # the library may raise anything on expressions without a value or that it cannot parse
         return False
 
 
 def _without_counts(*sides: str) -> list[str]:
-    """Returns expressions with the values of small factorials and binomial coefficients, and a letter, the same in all,
-    for those of letters: the filter lets neither through."""
+    """Replaces small factorials and binomial coefficients, which the filter rejects: numeric ones by their values,
+    those of letters by an unused letter, the same in all expressions."""
     text = " ".join(sides)
     spare = (letter for letter in _SPARE if letter not in text.lower())
     letters: dict[str, str] = {}
@@ -194,8 +187,8 @@ def _without_counts(*sides: str) -> list[str]:
 
 
 def _without_twins(*sides: str) -> list[str]:
-    """Returns expressions in which no letter stands both as a capital and as a small one, and none is T: the library
-    makes r of R, and drops an exponent T."""
+    """Renames letters that occur as both capital and small, and T: the library turns R into r and drops an exponent
+    T."""
     found = {name for side in sides for name in _LETTER.findall(side)}
     spare = iter([letter for letter in _SPARE if not found & {letter, letter.upper()}])
     twins = [name for name in sorted(found) if name == "T" or (name != name.lower() and name.lower() in found)]
@@ -204,8 +197,8 @@ def _without_twins(*sides: str) -> list[str]:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Returns whether values agree to a millionth, alone or in a list, set or tuple. The library compares decimals by
-    their first six places: 0.0 would be right for every small truth. True for what has no value."""
+    """Whether values agree to a relative 1e-6, alone or in a list, set or tuple; True for expressions without a value.
+    The library compares only six decimals: 0.0 would be correct for every small ground truth."""
     try:
         expected, got = _values(one), _values(other)
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -216,7 +209,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _values(expression: Any) -> list[float]:
-    """Returns its value, or those of its items in ascending order. Raises TypeError where there is none."""
+    """Returns the value of an expression, or of its items in ascending order. Raises TypeError if there is none."""
     try:
         return [float(expression.evalf())]
     except (TypeError, AttributeError):
@@ -224,15 +217,12 @@ def _values(expression: Any) -> list[float]:
             raise TypeError("an expression with letters has no value") from None
         items = [
             item for item in expression.args if getattr(item, "is_number", False)
-        ]  # an interval's switches are none
+        ]  # an interval's open/closed flags are not numbers
         return sorted(float(item.evalf()) for item in items)
 
 
-@lru_cache(
-    maxsize=1024
-)  # an error is not kept: one for lack of memory must not make a ground truth unreadable for good
+@lru_cache(maxsize=1024)  # errors are not cached: a MemoryError must not affect a ground truth permanently
 def _parse(latex: str) -> list[Any]:
-    """Returns the expression that the library reads, in a list. Raises ValueError where it reads none."""
     assert len(latex) <= MAX_CHARS and "$" not in latex
     found: list[Any] = parse(
         f"${latex}$",
@@ -246,5 +236,5 @@ def _parse(latex: str) -> list[Any]:
     return found
 
 
-# The grammar's tables and regular expressions are built by first use, and inherited by every child forked later.
+# The first use builds the grammar's tables and regular expressions, which forked children inherit.
 _equal("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}")

@@ -1,8 +1,6 @@
-"""Punishes long responses by their number of tokens: Soft Overlong Punishment (DAPO Eq. 13).
-
-The penalty is added to the reward after the verdict; it never touches the accuracy by which groups are filtered.
-`compute_score` is the same for `reward.functions`, where a weight or another buffer is wanted.
-"""
+"""Penalizes long responses by their number of tokens: Soft Overlong Punishment (DAPO Eq. 13). The penalty is added to
+the reward and never changes the accuracy by which groups are filtered. Use `compute_score` in `reward.functions` for a
+weight or another buffer."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,11 +19,8 @@ def compute_score(
     buffer_length: int,
     penalty_factor: float = 1.0,
 ) -> float:
-    """Returns the penalty for extra_info["num_response_tokens"], which the reward worker sets; the text is not read.
-
-    A plain number without `acc`. Raises ValueError naming the setting that is out of range, or where the number of
-    tokens is missing.
-    """
+    """Returns the penalty for extra_info["num_response_tokens"], which the reward worker sets, as a number without
+    `acc`. Raises ValueError for a setting out of range or a missing number of tokens."""
     if not 1 <= buffer_length <= max_response_length:
         raise ValueError(
             f"`buffer_length` ({buffer_length}) must be 1 to `max_response_length` ({max_response_length}); lower it"
@@ -44,10 +39,7 @@ def compute_score(
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Yields known lengths, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself.
-
-    Raises ValueError naming a setting that kwargs lacks.
-    """
+    """Raises ValueError naming missing kwargs."""
     missing = [key for key in ("max_response_length", "buffer_length") if key not in kwargs]
     if missing:
         raise ValueError(
@@ -62,11 +54,9 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 def overlong_penalty(
     num_tokens: int, *, max_response_length: int, buffer_length: int, penalty_factor: float = 1.0
 ) -> float:
-    """Returns 0 up to max_response_length - buffer_length tokens, then linearly down to -penalty_factor at the cap.
-
-    All lengths in tokens. With a cap of 20480 and a buffer of 4096: 16384 -> 0, 18432 -> -0.5, 20480 -> -1.
-    Raises ValueError for a buffer without tokens.
-    """
+    """Returns 0 up to max_response_length - buffer_length tokens, then linearly down to -penalty_factor at the cap. All
+    lengths in tokens. With a cap of 20480 and a buffer of 4096: 16384 -> 0, 18432 -> -0.5, 20480 -> -1. Raises
+    ValueError for a buffer below 1."""
     if buffer_length < 1:
         raise ValueError(
             f"`reward.overlong_buffer.len` ({buffer_length}) must be at least 1; to have no penalty set "

@@ -1,15 +1,15 @@
-"""Checks data files: does a verifier find each reference answer right, and wrong against another row's?
+"""Checks data files: is each reference answer correct for a verifier, and wrong against another row's?
 
-To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
-warns of a ground truth that only an equation meets, such as m + n = 113, of a JSON list of several texts, and of texts
-that stand for no answer, such as proof.
+Run it before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
+warns of a ground truth that only an equation matches, such as m + n = 113, of JSON lists of several texts, and of texts
+that are not answers, such as proof.
 
     python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
 
-For `code` it runs each row's reference solution, where it has one, on its own tests and on another row's.
+For `code` it runs each row's reference solution, if it has one, on its own tests and on another row's.
 
 Files: .parquet, .json or .jsonl in the DAPO-Math schema, or GSM8K's own .jsonl with question and answer. Exit status 0
-when all is as it should be or worth a warning, 1 when a row is not, 2 when a file cannot be read.
+if there are at most warnings, 1 if a row fails, 2 if a file cannot be read.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from dapo.rewards.reading.spelling import careful_spelling
 from dapo.sandbox.program import SandboxError
 
 FUNCTIONS = ("math", "math_verify", "gsm8k", "code")
-MAX_SHOWN = 10  # failures of a file that are printed, and warnings
-MAX_SHOWN_CHARS = 100  # of a ground truth or an answer
-# A text without a digit that so many rows share may stand for no answer; choices, yes and no are none.
+MAX_SHOWN = 10  # printed failures and printed warnings per file
+MAX_SHOWN_CHARS = 100  # per ground truth or answer
+# A text without a digit that this many rows share may not be an answer; choices, yes and no are answers.
 MANY, MANY_SHARE = 5, 0.01
 _NO_ANSWER = re.compile(
     r"(?:the|see)?(?:proof|proofs|prove|proved|proven|qed|solution|above|below|(?:answer)?not(?:found|available|given|provided)"
@@ -43,8 +43,8 @@ _CHOICE = re.compile(r"\(?[A-Z]\)?|yes|no|true|false", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Holds one row's answer. row: counted from 0. solution: what is scored. truth: as in the data. short: only its
-    number or expression, to tell different truths apart."""
+    """The answer of one row. row: counted from 0. solution: the text to score. truth: as in the data. short: only the
+    number or expression, to tell different ground truths apart."""
 
     row: int
     solution: str
@@ -53,7 +53,6 @@ class Reference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks the files that the command line names, prints what was found, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dapo.rewards.selfcheck", description=(__doc__ or "").split("\n")[0]
     )
@@ -71,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_code(name: str) -> int:
-    """Prints what `dapo.rewards.selfcheck_code` finds; returns failures."""
     problems = list(selfcheck_code.read_problems(name))
     found = selfcheck_code.verdicts(problems)
     print(selfcheck_code.summary(name, problems, found))
@@ -81,8 +79,9 @@ def _check_code(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure;
-    warnings: one per equation whose right side alone is wrong, per list of texts, and per text that is no answer."""
+    """Counts of references: correct for themselves, compared with another ground truth, wrong for it. lines: one per
+    failure. warnings: one per equation whose right side alone is wrong, per list of texts, and per text that is not an
+    answer."""
 
     right: int
     compared: int
@@ -92,7 +91,6 @@ class Verdicts:
 
 
 def _check_answers(name: str, function: str) -> int:
-    """Prints what `verdicts` finds; returns failures."""
     references = list(read_references(name, function))
     found = verdicts(references, importlib.import_module(f"dapo.rewards.{function}").compute_score)
     print(
@@ -112,7 +110,6 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any]) -> Verdicts:
-    """Scores every reference against its own truth and the next different one."""
     failures: list[str] = []
     warnings: list[str] = []
     compared = right = wrong = 0
@@ -146,8 +143,8 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
 
 
 def no_answers(references: Sequence[Reference]) -> list[str]:
-    """Returns a line per ground truth that stands for no answer, as `proof` does, or may: a text without a digit that
-    many rows share. A policy would learn to write it."""
+    """Returns a line per ground truth that is not an answer (`proof`), or may not be: a text without a digit that many
+    rows share. A policy would learn to write it."""
     rows: dict[str, list[Reference]] = {}
     for reference in references:
         if not any(map(str.isdigit, reference.short)):
@@ -164,12 +161,10 @@ def no_answers(references: Sequence[Reference]) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    """Returns a text as it is shown."""
     return repr(text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "...")
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
-    """Yields the reference answers of a file as `function` expects them. Raises ValueError for what is none."""
     raw = _question_and_answer(Path(name))
     if raw is not None:
         for row, answer in raw:
@@ -182,13 +177,12 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
 
 
 def reference(row: int, truth: str, function: str) -> Reference:
-    """Returns the answer that `function` must find right. truth: `reward_model.ground_truth` of a row."""
+    """Returns a reference that `function` must score as correct. truth: `reward_model.ground_truth` of a row."""
     short = truth_text(truth).rpartition("####")[2].strip()
     return Reference(row, f"{'####' if function == 'gsm8k' else 'Answer:'} {short}", truth, short)
 
 
 def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
-    """Returns (row, answer) of a file with GSM8K's columns; None for any other, which has DAPO-Math's schema."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     answers: list[tuple[int, str]] = []
@@ -197,7 +191,7 @@ def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
             try:
                 value = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError:
-                return None  # the other reader names the line
+                return None  # the other reader reports the line
             if isinstance(value, dict) and isinstance(value.get("answer"), str) and "question" in value:
                 answers.append((row, value["answer"]))
             elif line.strip():
@@ -206,7 +200,7 @@ def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
 
 
 def _half(compute_score: Callable[..., Any], own: Reference) -> str:
-    """Returns the number on the right of an equation as ground truth, where that alone is wrong; or ""."""
+    """Returns the number on the right of an equation as ground truth if that alone is scored as wrong; else ""."""
     half = own.short.rpartition("=")[2].strip(" $")
     if not relation(own.short) or read(half).value in (None, 0):
         return ""
@@ -215,7 +209,6 @@ def _half(compute_score: Callable[..., Any], own: Reference) -> str:
 
 
 def _next_different(references: Sequence[Reference], index: int) -> Reference | None:
-    """Returns the first reference behind `index`, around the end, whose truth is another one."""
     own = read_truth(references[index].short)
     for step in range(1, len(references)):
         other = references[(index + step) % len(references)]

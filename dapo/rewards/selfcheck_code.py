@@ -1,8 +1,5 @@
-"""Checks data files of programming problems: can each ground truth be read, does a row's reference solution pass its
-own tests, and fail another row's?
-
-In: a file. Out: what was found, in the words of `dapo.rewards.selfcheck`, whose `--function code` this is.
-"""
+"""`dapo.rewards.selfcheck --function code`: checks that each ground truth can be read, and that a row's reference
+solution passes its own tests and fails another row's."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,14 +12,14 @@ from dapo.data.values import shown
 from dapo.rewards.code import compute_score, last_block
 from dapo.rewards.reading.expected import read_tests
 
-# Where a row, or its `extra_info`, keeps a program that is right; of Parquet files only the latter is read.
+# Columns of a reference solution, in the row or its `extra_info`. Of Parquet files only the latter is read.
 SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution", "answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Holds one row. row: counted from 0. truth: its tests as in the data. solution: a response, "" where the row has
-    none. wrong: why its tests cannot be read, "" where they can."""
+    """One row, counted from 0. truth: its tests as in the data. solution: a response, "" if the row has none. wrong:
+    why the tests cannot be read, "" if they can."""
 
     row: int
     truth: str
@@ -32,8 +29,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Counts rows: those with a solution, those whose solution passes; those compared with another row's tests, and
-    failed by them. lines: one per failure."""
+    """Counts of rows: with a solution, with a passing solution, compared with another row's tests, and failing those.
+    lines: one per failure."""
 
     solutions: int
     right: int
@@ -43,11 +40,8 @@ class Found:
 
 
 def ground_truths(name: str, *, what: str, write: str) -> Iterator[tuple[Chunk, int, str]]:
-    """Yields the ground truth of each row of a file, behind its chunk and its place there.
-
-    Raises ValueError for a file without rows, with `what` it must have, and for a truth that is no text, with what to
-    `write` there.
-    """
+    """Yields (chunk, index in the chunk, ground truth) for each row. Raises ValueError for a file without rows and for
+    a ground truth that is not a text; what, write: for these messages."""
     rows = 0
     for chunk in read_chunks(name, "FILE", AS_IT_IS):
         for place, model in enumerate(chunk.reward_models):
@@ -64,13 +58,12 @@ def ground_truths(name: str, *, what: str, write: str) -> Iterator[tuple[Chunk, 
 
 
 def read_problems(name: str) -> Iterator[Problem]:
-    """Yields the problems of a file. Raises ValueError for what is none."""
     for chunk, place, truth in ground_truths(name, what="programming problems", write="the tests there, as JSON"):
         yield Problem(chunk.first_row + place, truth, solution_of(chunk.rest(place)), _wrong(truth))
 
 
 def solution_of(row: dict[str, Any]) -> str:
-    """Returns the first reference solution that a row has, as a response with a block of Python; "" without one."""
+    """Returns the first reference solution of a row, as a response with a Python block; "" without one."""
     extra = row.get("extra_info")
     for place in (row, extra if isinstance(extra, dict) else {}):
         for key in SOLUTIONS:
@@ -80,8 +73,8 @@ def solution_of(row: dict[str, Any]) -> str:
 
 
 def verdicts(problems: Sequence[Problem]) -> Found:
-    """Runs every reference solution on its own tests and on the next different ones, in the sandbox. Raises
-    SandboxError or ValueError where programs cannot be run here."""
+    """Runs every reference solution in the sandbox, on its own tests and on the next different ones. Raises
+    SandboxError or ValueError if programs cannot be run here."""
     lines: list[str] = []
     solutions = right = compared = wrong = 0
     for index, own in enumerate(problems):
@@ -105,7 +98,6 @@ def verdicts(problems: Sequence[Problem]) -> Found:
 
 
 def summary(name: str, problems: Sequence[Problem], found: Found) -> str:
-    """Returns the counts in words."""
     readable = sum(not problem.wrong for problem in problems)
     return (
         f"{name}: {readable} of {len(problems)} ground truths can be read; {found.right} of {found.solutions} "
@@ -122,7 +114,7 @@ def _wrong(truth: str) -> str:
 
 
 def _first(value: Any) -> str:
-    """Returns a text, or the first one of a list of texts, which may itself be JSON, as in APPS."""
+    """Returns a text, or the first of a list of texts, which may itself be JSON, as in APPS."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -134,7 +126,6 @@ def _first(value: Any) -> str:
 
 
 def _next_different(problems: Sequence[Problem], index: int) -> Problem | None:
-    """Returns the first problem behind `index`, around the end, whose tests are others."""
     for step in range(1, len(problems)):
         other = problems[(index + step) % len(problems)]
         if not other.wrong and other.truth != problems[index].truth:

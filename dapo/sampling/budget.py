@@ -1,8 +1,4 @@
-"""Bounds the draws for one update: what they gave, and an error that helps when the budget is spent.
-
-In: the outcome and pass rate of every scored group of a step. Out: a message with rates, a histogram of pass rates, and
-what to change.
-"""
+"""Limits the draws for one update. The error for a spent budget has rates, pass rates, and what to change."""
 
 import math
 from collections import Counter
@@ -10,7 +6,7 @@ from collections import Counter
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE
 from dapo.types import Group
 
-FAILED = "failed"  # unscorable, for the responses have come to no end
+FAILED = "failed"  # unscorable because the responses failed
 REMEDIES = {
     ALL_CORRECT: "the prompts are too easy for this policy: take harder ones",
     ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
@@ -23,25 +19,23 @@ REMEDIES = {
     "`reward.overlong_filtering.enable=false`",
 }
 BINS = 4  # of pass rates strictly between 0 and 1
-# Without a bound, so many generation batches, and so many groups, in a row without a usable one end the search: with
-# one usable draw in 100, that many fail by chance once in 20,000 times.
+# Without `max_draws`, the search ends after this many generation batches and groups in a row without a usable one. With
+# one usable draw in 100, that happens by chance once in 20,000 times.
 BARREN_BATCHES, BARREN_GROUPS = 20, 1000
 
 
 class BudgetExhausted(RuntimeError):
-    """Says that one update drew its whole budget without a full batch."""
+    """One update spent its whole budget of draws without a full batch."""
 
 
 class Budget:
-    """Counts what one update has drawn so far, and bounds what it may.
-
-    drawn: draws started for it. drawn_before: those of the next update that another process had started and that are
-    not drawn again. stale: draws that went back to the stream before it, because they were too old for it.
-    """
+    """Counts the draws of one update, and limits them. drawn: draws started for it. drawn_before: draws of the next
+    update that an earlier process started and that are not drawn again. stale: draws returned to the stream before it
+    because they were too old."""
 
     def __init__(self, *, max_draws: int, gen_batch: int, train_partial: bool) -> None:
-        """Bounds the draws of one update by max_draws; 0 = no bound but that of a search that finds nothing at all.
-        gen_batch: draws of a generation batch. train_partial: an update that has spent them trains on what there is."""
+        """max_draws: limit for one update; 0: none, but a search that finds nothing ends. gen_batch: draws per
+        generation batch. train_partial: train on the groups found when the budget is spent."""
         self._max_draws = max_draws
         self._barren_at = max(BARREN_BATCHES * gen_batch, BARREN_GROUPS)
         self._train_partial = train_partial
@@ -49,45 +43,41 @@ class Budget:
         self.open(stale=0)
 
     def open(self, *, stale: int) -> None:
-        """Starts the next update."""
         self.drawn, self.drawn_before = self.drawn_before, 0
         self.stale = stale
-        self._barren = 0  # groups since the last one that an update can train on
+        self._barren = 0  # groups since the last usable one
         self._outcomes: Counter[str] = Counter()
         self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
         self._responses = self._unscored = 0
 
     def counted(self, running: int) -> int:
-        """Counts the draws of the update that is collected, or of the next one, that have ended. running: the others,
-        which start again in a run that goes on, and count then."""
+        """Counts the ended draws of this or the next update. running: the others, which a resumed run starts again."""
         return self.drawn + self.drawn_before - running
 
     @property
     def left(self) -> float:
-        """Counts the draws that may still start."""
         if self._max_draws:
             return self._max_draws - self.drawn
         return 0 if self._barren >= self._barren_at else math.inf
 
     def end(self, *, usable: int, wanted: int) -> int:
-        """Returns the number of groups to train on when the budget is spent. Raises BudgetExhausted where there is
-        none, or fewer than wanted and only a full batch will do."""
+        """Returns the number of groups to train on when the budget is spent. Raises BudgetExhausted if there is none,
+        or fewer than wanted and only a full batch is allowed."""
         if usable and self._train_partial:
             return usable
         error = BudgetExhausted(self._explain(usable=usable, wanted=wanted))
-        self.drawn = 0  # the run that goes on has a whole budget
+        self.drawn = 0  # a resumed run has a full budget
         raise error
 
     def add(self, group: Group, outcome: str, fate: str) -> None:
-        """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""
         self._outcomes[outcome] += 1
         accuracies = group.accuracies
         unscored = len(group.scores) - len(accuracies)
         self._responses += len(group.scores)
         self._unscored += unscored
         cause = fate
-        if fate in (UNSCORABLE, ALL_CORRECT, ALL_WRONG) and unscored:  # with the others it might have been mixed
+        if fate in (UNSCORABLE, ALL_CORRECT, ALL_WRONG) and unscored:  # with all scores it might have been mixed
             failed = sum(one.failed for one in group.responses)
             cause = FAILED if 2 * failed > unscored else UNSCORABLE
         self._fates[cause] += 1
@@ -118,7 +108,6 @@ class Budget:
 
 
 def _bin(rate: float) -> int:
-    """Returns 0 for none right, BINS + 1 for all right, and equal shares between."""
     if rate <= 0:
         return 0
     return BINS + 1 if rate >= 1 else 1 + min(BINS - 1, int(rate * BINS))

@@ -1,11 +1,11 @@
-"""Decides which draws to generate, which groups to keep, when a step has enough (DAPO Eq. 11): the oversampling buffer.
+"""The oversampling buffer: which draws to generate, which groups to keep, when a step has enough (DAPO Eq. 11).
 
     take ─▶ (engines) ─▶ generated ─▶ (verifier) ─▶ add ─▶ full? ─▶ close ─▶ a batch of usable groups
       ▲                                                               │
-      └──────────────── draws that go back to the stream ◀────────────┘
+      └────────── draws that are returned to the stream ◀─────────────┘
 
-It knows neither Ray nor clocks, so the same code runs against real engines and against `dapo.simulate`. Where each
-draw is stands in `dapo.sampling.draws` alone; how many draws to start is a question to `dapo.sampling.demand`.
+It uses neither Ray nor clocks, so that the same code runs with real engines and in `dapo.simulate`. The state of each
+draw is in `dapo.sampling.draws`; `dapo.sampling.demand` computes how many draws to start.
 """
 
 import math
@@ -26,12 +26,12 @@ DRAW_ORDER = "draw_order"
 class OversamplingBuffer:
     """Collects `train_batch_size` usable groups per update.
 
-    Admission in draw order: a step trains on the first usable groups after the cursor, whatever finished first, so
-    that training is not biased towards what is generated fast. `completion` takes what finishes first.
+    Admission in draw order: a step trains on the first usable groups after the cursor, whichever finished first, so
+    that training is not biased towards fast generation. `completion` takes what finishes first.
 
-    max_staleness 0: what a step does not use goes back to the stream, and a run depends on its seed alone. Above, draws
-    in flight and surplus groups live on: a draw that starts at policy version v is trained at the latest by the update
-    from version v + max_staleness, and none starts that is likely to miss it.
+    max_staleness 0: what a step does not use is returned to the stream, and a run depends only on its seed. Above 0,
+    draws in flight and surplus groups are kept: a draw that starts at policy version v is trained at the latest by the
+    update from version v + max_staleness, and none starts that is likely to miss it.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class OversamplingBuffer:
         has_signal: Callable[[Group], bool] = lambda group: True,
         classify: Callable[[Group, int], str] = classify,
     ) -> None:
-        """Makes an empty buffer. max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or
-        `train_partial` with what there is. filter_groups false keeps every group that can be scored. total_steps: of
-        the run, for which alone is generated ahead; 0 = no end. has_signal: whether a mixed group can be trained
-        on. classify: `dapo.sampling.outcome.classify`, or another."""
+        """max_in_flight: draws. max_draws: limit for one update, 0 = none. on_budget: `fail`, or `train_partial` to
+        train on what there is. filter_groups: false keeps every scorable group. total_steps: of the run, generation
+        runs no further ahead; 0 = no end. has_signal: whether a mixed group can be trained on. classify:
+        `dapo.sampling.outcome.classify`, or another."""
         self._batch, self._max_in_flight = train_batch_size, max_in_flight
         self._classify, self._min_scored = classify, min_scored
         self._has_signal = has_signal if filter_groups else lambda group: True
@@ -64,19 +64,18 @@ class OversamplingBuffer:
         self.draws = Draws()
         self.version = 0  # of the policy that the engines serve
         self.collecting = False
-        self.on_serving: Callable[[], None] = lambda: None  # called when more may start than before
+        self.on_serving: Callable[[], None] = lambda: None  # called when more draws may start
         self.on_scored: Callable[[Group, int], None] = lambda group, started: None  # called with every group kept
         self._update = 0  # policy version that the next batch is trained from
-        self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
+        self._wanted = train_batch_size  # groups of this step; fewer if the budget is spent with `train_partial`
         self._frontier, self._ready = 0, 0  # in draw order: draws used up or scored, and usable groups among them
         self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
-        self._stale = 0  # draws that the last step sent back because they were too old
+        self._stale = 0  # draws that the last step returned as too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
         self.refusals: Counter[tuple[int, int]] = Counter()  # how often each start was set aside, by (draw, version)
 
     @classmethod
     def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
-        """Makes one from `data` and `filter_groups`."""
         filtering = cfg.filter_groups
         return cls(
             train_batch_size=cfg.data.train_batch_size,
@@ -93,12 +92,11 @@ class OversamplingBuffer:
         )
 
     def serving(self, version: int) -> None:
-        """Notes that the engines serve policy `version` from now on, and that the next update starts from it."""
+        """The engines serve policy `version` from now on, and the next update starts from it."""
         self.version = self._update = version
         self.on_serving()
 
     def open(self) -> None:
-        """Starts to collect for the next update."""
         assert not self.draws.at(State.TRAINING), "open() before the closed batch was trained on"
         self.collecting = True
         self._wanted = self._batch
@@ -107,26 +105,25 @@ class OversamplingBuffer:
 
     @property
     def in_flight(self) -> int:
-        """Counts the draws started and not scored."""
         return self.draws.counts[State.IN_GENERATION] + self.draws.counts[State.IN_REWARD]
 
     @property
     def missing(self) -> int:
-        """Counts the draws that would start for this batch beside those in flight, if all of them might."""
+        """Number of draws that this batch needs beside those in flight, before other limits."""
         if not self.collecting:
             return 0
         return self.rate.missing(self._batch, usable=self.draws.usable, in_flight=self.in_flight)
 
     def take(self, room: int | None = None) -> list[int]:
-        """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
-        Raises BudgetExhausted where nothing is in flight, the batch is not full, and the budget is drawn."""
+        """Starts draws and returns their indices; the caller must generate them all. room: another limit on their
+        number. Raises BudgetExhausted if nothing is in flight, the batch is not full and the budget is spent."""
         space = min(self._max_in_flight - self.in_flight, math.inf if room is None else room)
         if space <= 0 and self.in_flight:  # the most frequent case
             return []
         count = self.missing
         if self._max_staleness:
             count = max(count, self._ahead())
-        # Draws that went back leave gaps in the order; what waits behind a gap does not make the batch full.
+        # Returned draws leave gaps in the order; groups behind a gap do not make the batch full.
         gaps = self.draws.gaps() if self._in_order and self.collecting and not self.full else 0
         count = max(count, gaps)
         left = max(gaps, self._budget.left)
@@ -142,7 +139,6 @@ class OversamplingBuffer:
         return started
 
     def _ahead(self) -> int:
-        """Counts the draws that may start for all the updates that may train on them."""
         last = min(self.version + self._max_staleness, self._total_steps - 1 if self._total_steps else math.inf)
         limit = int(max(0, last - self._update + 1)) * self._batch
         running = self.prospects.expected(self.rate.value)
@@ -150,18 +146,17 @@ class OversamplingBuffer:
         return self.rate.allowed(limit, self._batch, there)
 
     def verdict(self, index: int, accuracy: float) -> None:
-        """Notes the verdict on one response of a draw in flight: it tells early what the group will be."""
+        """Records the score of one response of a draw in flight, to predict the outcome of its group early."""
         if self._max_staleness:
             self.prospects.verdict(index, accuracy)
             self.on_serving()
 
     def generated(self, index: int, tokens: int) -> None:
-        """Notes that all responses of a draw are there, and the verdicts are not; ignores one that went back."""
         if self._runs(index):
             self.draws.generated(index, tokens)
 
     def add(self, group: Group) -> None:
-        """Takes the scored group of a draw that `take` gave out; ignores one that went back to the stream."""
+        """Takes the scored group of a draw from `take`; ignores a draw that was returned to the stream."""
         if not self._runs(group.draw.index):
             return
         outcome, fate = self._keep(group)
@@ -176,7 +171,6 @@ class OversamplingBuffer:
         return draw is not None and draw.state in (State.IN_GENERATION, State.IN_REWARD)
 
     def _keep(self, group: Group) -> tuple[str, str]:
-        """Returns the outcome, by accuracy (Eq. 11), and what will become of the group in an update."""
         outcome = self._classify(group, self._min_scored)
         fate = TRAINED if outcome in self._usable else outcome
         if fate == TRAINED and not self._has_signal(group):
@@ -185,7 +179,7 @@ class OversamplingBuffer:
         return outcome, fate
 
     def _advance(self) -> None:
-        """Moves the frontier over what is scored, at most to the end of a batch."""
+        """Moves the frontier over scored draws, at most to the end of a batch."""
         while self._in_order and self._ready < self._wanted:
             draw = self.draws.live.get(self._frontier)
             if draw is None or draw.state is not State.BUFFERED:
@@ -195,12 +189,12 @@ class OversamplingBuffer:
 
     @property
     def full(self) -> bool:
-        """Returns whether the batch is known: in draw order, once every draw up to its last group is."""
+        """Whether the batch is known: in draw order, once every draw up to its last group is scored."""
         return (self._ready if self._in_order else self.draws.usable) >= self._wanted
 
     def close(self) -> Collected:
-        """Ends the step: the batch goes to the update, and with it what was dropped up to its last group. Until
-        `trained`, both still count as buffered and go into a checkpoint: a failed update loses no group."""
+        """Ends the step and returns the batch with the groups dropped up to its last group. Until `trained`, both count
+        as buffered and are saved in checkpoints: a failed update loses no group."""
         assert self.collecting and self.full, "close() before the batch is full"
         self.collecting = False
         self._update += 1
@@ -227,16 +221,14 @@ class OversamplingBuffer:
         return collected
 
     def trained(self) -> None:
-        """Notes that the update with the closed batch is done."""
         self.draws.trained()
 
     def in_training(self) -> list[tuple[Group, int]]:
-        """Returns the groups that the closed batch uses up, each with the policy version at its start."""
         used = [self.draws.live[index] for index in self.draws.at(State.TRAINING)]
         return [(draw.group, draw.started) for draw in used if draw.group is not None]
 
     def refused(self) -> None:
-        """Notes that the closed batch must not be trained on: its draws start again."""
+        """The closed batch must not be trained on: its draws start again."""
         used = self.draws.at(State.TRAINING)
         self.refusals.update((index, self.draws.live[index].started) for index in used)
         self.draws.send_back(used, REFUSED)
@@ -244,7 +236,6 @@ class OversamplingBuffer:
         self.serving(self.version)
 
     def _used_up(self) -> list[int]:
-        """Returns the scored draws that this step uses up, in draw order."""
         scored = self.draws.at(State.BUFFERED)
         if self._in_order:
             return sorted(index for index in scored if index < self._frontier)
@@ -252,31 +243,29 @@ class OversamplingBuffer:
         return sorted(set(scored) - set(usable[self._wanted :]))
 
     def _late(self) -> list[int]:
-        """Returns the draws that started at a version which is too old for the next update; at staleness 0, all."""
+        """Returns the draws that started at a version too old for the next update; at staleness 0, all."""
         oldest = self._update - self._max_staleness
         started = self.draws.at(State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
         return sorted(index for index in started if self.draws.live[index].started < oldest)
 
     def held(self) -> list[tuple[Group, int]]:
-        """Returns the groups that wait for their turn or for the update under way to end; see `Draws.held`."""
         return self.draws.held()
 
     def aborted(self, tokens: int) -> None:
-        """Counts what the unfinished ones of the returned draws had generated, once the engines have ended them."""
+        """Adds the tokens of returned draws that were unfinished, once the engines have aborted them."""
         self.draws.tokens[self._why_back] += tokens
 
     def progress(self) -> tuple[int, int, int]:
-        """Counts the usable groups that wait for their turn, those that the step wants, and scored ones that will be
-        dropped. In draw order a batch may lack an early draw while more groups are usable than wanted."""
+        """Returns the numbers of usable groups, of groups wanted, and of scored groups that will be dropped. In draw
+        order a batch may lack an early draw while more groups are usable than wanted."""
         usable, scored = self.draws.usable, self.draws.counts[State.BUFFERED]
         return usable, self._wanted, scored - usable
 
     def metrics(self) -> dict[str, float]:
-        """Returns the estimated share of usable draws, and the totals of the whole run."""
         return {"buffer/usable_rate": self.rate.value, **self.draws.metrics()}
 
     def state(self) -> BufferState:
-        """Returns what a checkpoint needs besides `held`. Draws in flight are as if they had gone back."""
+        """Returns what a checkpoint needs besides `held`. Draws in flight are recorded as returned."""
         return self.draws.state(self.rate.state(), 0 if self._max_staleness else self._budget.counted(self.in_flight))
 
     def restore(
@@ -288,9 +277,9 @@ class OversamplingBuffer:
         version: int,
         refusals: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
-        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again. since:
-        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it. refusals: as
-        `refusals` was."""
+        """Restores a checkpoint of policy `version` into an unused buffer; groups that are too old are drawn again.
+        since: groups that finished after the checkpoint, of draws it still awaits (`BufferState.awaits`). refusals: as
+        saved."""
         self.serving(version)
         self.refusals = Counter(refusals or {})
         self.rate.restore(state.rate)
@@ -300,7 +289,7 @@ class OversamplingBuffer:
         for group, _ in since:
             _, fate = self._keep(group)
             self.rate.observe(fate == TRAINED)
-        if self._max_staleness == 0:  # they were drawn for the very update that is collected next
+        if self._max_staleness == 0:  # drawn for the update that is collected next
             self._budget.drawn_before = state.drawn_now + len(since)
         self.draws.send_back(self._late(), self._why_back)
         self._frontier = min(self.draws.live, default=self.draws.drawn)

@@ -1,8 +1,5 @@
-"""Computes how many draws a step still needs: verdicts of finished draws in, a number of draws to start out.
-
-A running estimate of the share of draws that give a usable group, and quantiles of the sum of Bernoulli draws made of
-it. Pure arithmetic: the same code plans for real engines and for simulated ones.
-"""
+"""Computes how many draws a step still needs, from the outcomes of finished draws. It estimates the fraction of usable
+draws, and uses quantiles of a sum of Bernoulli draws. Pure arithmetic, also used for simulated engines."""
 
 import math
 from dataclasses import dataclass
@@ -10,40 +7,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Holds mean and variance of a number of usable groups."""
+    """Mean and variance of a number of usable groups."""
 
     mean: float
     variance: float
 
 
 class UsableRate:
-    """Estimates the share of draws that give a usable group, as it goes.
+    """Running estimate of the fraction of draws that give a usable group.
 
-    It holds about the last two steps, so that it follows a rate that drifts with the policy; one that took many draws
-    weighs no more than the one after it, or a rate that rises would be followed late. It learns within a step from
-    every draw that finishes. What finishes within a step depends on timing; what a step used up does not, and replaces
-    it when the step ends.
+    It covers about the last two steps, to follow a rate that drifts with the policy. A step with many draws weighs no
+    more than the next one, or a rising rate would be followed late. Within a step it learns from every draw that
+    finishes, which depends on timing; at the end of the step, the draws that the step used up replace these, which do
+    not.
     """
 
-    KEEP = 0.5  # weight of the steps before, at each new step
-    LATE_Z = 1.0  # a refill that comes late costs most of a response's time, a draw too many a thousandth of a step
-    AHEAD_Z = 2.0  # a draw too many ahead of time is stale when its turn comes
-    # One too few starts at the next policy version instead, and the longest of its responses ends that much later: so
-    # few groups of a batch may well become stale.
+    KEEP = 0.5  # weight of earlier steps, at each new step
+    LATE_Z = 1.0  # a late refill costs most of a response's time, an extra draw a thousandth of a step
+    AHEAD_Z = 2.0  # an extra draw ahead of time is stale when its turn comes
+    # A draw too few starts at the next policy version, and its longest response ends that much later: so this fraction
+    # of a batch may become stale.
     SURPLUS = 0.01
 
     def __init__(self, *, certain: bool) -> None:
-        """Starts from a guess; certain: every draw is usable (no filter)."""
+        """certain: every draw is usable (no filter)."""
         self._certain = certain
         self._usable, self._draws = self._past = (1.0, 1.0) if certain else (0.5, 1.0)
 
     @property
     def value(self) -> float:
-        """Returns the estimate, in (0, 1]."""
         return 1.0 if self._certain else self._usable / self._draws
 
     def observe(self, usable: bool) -> None:
-        """Adds the outcome of a draw within a step."""
         self._usable += usable
         self._draws += 1.0
 
@@ -58,10 +53,10 @@ class UsableRate:
         self._usable, self._draws = self._past
 
     def missing(self, wanted: int, *, usable: int, in_flight: int) -> int:
-        """Counts the draws to start now so that `wanted` usable groups come out of the window with a probability of
-        about 84 %. usable: groups that are there. in_flight: draws whose outcome is not known.
+        """Returns how many draws to start now so that `wanted` usable groups result with a probability of about 84 %.
+        usable: groups that are there. in_flight: draws whose outcome is not known.
 
-        With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u), and sd holds
+        With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u); sd includes
         the uncertainty of p itself, which matters in the very first step.
         """
         if usable >= wanted:
@@ -70,7 +65,7 @@ class UsableRate:
         if self._certain:
             return max(0, need - in_flight)
         p = self.value
-        variance = self.LATE_Z**2 * p * (1.0 - p)  # of one draw
+        variance = self.LATE_Z**2 * p * (1.0 - p)
         doubt = variance / self._draws  # of the rate: grows with the square of the draws
         slope = max(p * p - doubt, 0.05 * p * p)
         # (T p - need)^2 >= variance T + doubt T^2
@@ -79,9 +74,9 @@ class UsableRate:
         return max(0, math.ceil(total - in_flight - 1e-9))
 
     def allowed(self, limit: int, batch: int, there: Forecast) -> int:
-        """Counts the draws that may start now for updates that train on `limit` groups, whole batches, in all: so many
-        that hardly ever (2 %) more than SURPLUS of a batch come out usable beyond them. there: what comes without
-        them."""
+        """Returns how many draws may start now for updates that train on `limit` groups in total (whole batches), so
+        that usable groups rarely (2 %) exceed `limit` by more than SURPLUS of a batch. there: forecast without these
+        draws."""
         p = self.value
         if limit <= 0 or p >= 1.0:
             return max(0, int(limit - there.mean))
@@ -93,10 +88,8 @@ class UsableRate:
         return max(0, int((y * y - there.variance) / (p * (1.0 - p))))
 
     def state(self) -> list[float]:
-        """Returns what a checkpoint needs."""
         return list(self._past)
 
     def restore(self, state: list[float]) -> None:
-        """Restores what `state` returned."""
         usable, draws = state
         self._usable, self._draws = self._past = (usable, draws)

@@ -1,11 +1,10 @@
-"""Keeps the one table of draws: where each draw is that has not ended, and totals of those that have.
+"""The table of draws: the state of each draw that has not ended, and totals of those that have.
 
     start ─▶ in generation ─▶ in reward ─▶ buffered ─▶ training ─▶ trained, or dropped for lack of a signal
       ▲             │             │           │
       └─ to retry ◀─┴─────────────┴───────────┘   its tokens are lost
 
-In: what happens to draws, from the buffer. Out: which draws start next, counts, goodput, waste by reason. A group that
-is not needed or too old is not dropped (DAPO Eq. 11): its draw starts again, so that no prompt is skipped.
+A group that is not needed or too old is not dropped (DAPO Eq. 11): its draw starts again, so that no prompt is skipped.
 """
 
 from collections import Counter
@@ -19,13 +18,11 @@ from dapo.types import Group
 
 
 class State(StrEnum):
-    """Says where a draw is that has not ended."""
-
     IN_GENERATION = auto()
-    IN_REWARD = auto()  # all responses are there; the verdicts are not
+    IN_REWARD = auto()  # all responses ended, scores pending
     BUFFERED = auto()  # scored; the group waits for its turn
-    TRAINING = auto()  # used up by the update under way, trained on or not
-    TO_RETRY = auto()  # went back to the stream
+    TRAINING = auto()  # used up by the update under way, trained on or dropped
+    TO_RETRY = auto()  # returned to the stream
 
 
 TRAINED = "trained"
@@ -33,14 +30,14 @@ DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE, OVERLONG)
 SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
 STALE = "stale"  # too old for the next update
 REFUSED = "refused"  # by the actors, and set aside
-STOPPED = "stopped"  # between generation and verdict when the run stopped
-LOST = (SURPLUS, STALE, REFUSED, STOPPED)  # why tokens of a draw that went back to the stream are lost
+STOPPED = "stopped"  # generated but not scored when the run stopped
+LOST = (SURPLUS, STALE, REFUSED, STOPPED)  # why tokens of a returned draw are lost
 
 
 @dataclass(slots=True)
 class LiveDraw:
-    """Holds a draw that has not ended. started: policy version at its last start. tokens: of all its responses, once
-    they are there. group, outcome, fate: once it has its scores; how it will end if an update uses it up."""
+    """A draw that has not ended. started: policy version at its last start. tokens: of all its responses, once
+    generated. group, outcome, fate: once scored; fate is how it will end if an update uses it up."""
 
     started: int
     state: State
@@ -52,10 +49,10 @@ class LiveDraw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferState:
-    """Holds what a continued run needs of the buffer besides its groups; draws in flight are as if they had gone back.
-    retry: draws that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones by reason.
-    rate: `UsableRate.state()`. drawn_now: of the groups, those that count towards the budget of the update that is
-    collected; 0 above staleness 0, once the budget is spent, and in checkpoints of an earlier program."""
+    """What a resumed run needs of the buffer besides its groups; draws in flight are recorded as returned. retry: draws
+    that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones by reason. rate:
+    `UsableRate.state()`. drawn_now: number of groups that count towards the budget of the update being collected; 0
+    above staleness 0, once the budget is spent, and in checkpoints of older versions."""
 
     retry: list[int]
     draws: dict[str, int]
@@ -64,16 +61,16 @@ class BufferState:
     drawn_now: int = 0
 
     def drawn(self, held: int) -> int:
-        """Counts the draws that were ever started. held: the groups of the same checkpoint."""
+        """Number of draws ever started. held: number of groups in the same checkpoint."""
         return sum(self.draws.values()) + len(self.retry) + held
 
     def awaits(self, index: int, held: int) -> bool:
-        """Returns whether the group of draw `index` is still to come. held: as in `drawn`."""
+        """Whether the group of draw `index` is still to come. held: as in `drawn`."""
         return index in self.retry or index >= self.drawn(held)
 
     @classmethod
     def parse(cls, values: Any) -> "BufferState":
-        """Returns the state that JSON holds. Raises TypeError or ValueError where it holds anything else."""
+        """Parses values from JSON. Raises TypeError or ValueError if they are invalid."""
         state = cls(**values)
         whole = [*state.retry, *state.draws.values(), *state.tokens.values(), state.drawn_now]
         if not all(type(number) is int and number >= 0 for number in whole):
@@ -85,11 +82,9 @@ class BufferState:
 
 
 class Draws:
-    """Holds every draw that has not ended, by index; the others are only counted: a run has millions of them.
-
-    live: scored draws stand in the order of their verdicts. counts: draws by state or fate. tokens: of ended draws by
-    fate, and of draws that went back by reason. usable: buffered draws that an update can train on.
-    """
+    """All draws that have not ended, by index. The others are only counted: a run has millions of them. live: scored
+    draws are in the order of their scoring. counts: draws by state or fate. tokens: of ended draws by fate, and of
+    returned draws by reason. usable: buffered draws that an update can train on."""
 
     def __init__(self) -> None:
         self.live: dict[int, LiveDraw] = {}
@@ -99,39 +94,37 @@ class Draws:
 
     @property
     def drawn(self) -> int:
-        """Counts the draws that were ever started, which is also the index of the next new one."""
+        """Number of draws ever started, which is also the index of the next new one."""
         return self.counts.total()
 
     @property
     def generated_tokens(self) -> int:
-        """Counts the tokens of every response that has ended."""
         return self.tokens.total() + sum(draw.tokens for draw in self.live.values())
 
     def at(self, *states: State) -> list[int]:
-        """Returns the draws in these states."""
         return [index for index, draw in self.live.items() if draw.state in states]
 
     @property
     def settled(self) -> int:
-        """Returns the first draw from which on all that were started went back to the stream and wait there."""
+        """The first index from which on all started draws were returned to the stream and wait there."""
         index = self.drawn
         while (draw := self.live.get(index - 1)) is not None and draw.state is State.TO_RETRY:
             index -= 1
         return index
 
     def gaps(self) -> int:
-        """Counts the draws to start again that stand before another one in the draw order."""
+        """Number of returned draws that precede another one in the draw order."""
         waiting = self.at(State.TO_RETRY) if self.counts[State.TO_RETRY] else []
         last = max(self.live.keys() - waiting, default=-1) if waiting else -1
         return sum(index < last for index in waiting)
 
     def held(self) -> list[tuple[Group, int]]:
-        """Returns the groups that wait for their turn or for the update under way to end, each with the policy version
-        at its start, in draw order."""
+        """Returns groups that no finished update has used up, each with the policy version at its start, in draw
+        order."""
         return [(draw.group, draw.started) for _, draw in sorted(self.live.items()) if draw.group is not None]
 
     def start(self, count: int, version: int) -> list[int]:
-        """Starts the next draws at policy `version`: the lowest of those that went back, then new ones."""
+        """Starts the next draws at policy `version`: the lowest returned ones, then new ones."""
         waiting = sorted(self.at(State.TO_RETRY))[:count] if self.counts[State.TO_RETRY] else []
         new = range(self.drawn, self.drawn + count - len(waiting))
         self.live |= {index: LiveDraw(version, State.IN_GENERATION) for index in (*waiting, *new)}
@@ -139,22 +132,19 @@ class Draws:
         return [*waiting, *new]
 
     def generated(self, index: int, tokens: int) -> None:
-        """Notes that all responses of a draw are there."""
         self._move(index, State.IN_REWARD, State.IN_GENERATION)
         self.live[index].tokens = tokens
 
     def scored(self, group: Group, outcome: str, fate: str) -> None:
-        """Keeps the group of a draw, from now on the last in the order of verdicts. fate: TRAINED or one of DROPPED."""
+        """Stores the group of a draw, which becomes the last in scoring order. fate: TRAINED or one of DROPPED."""
         draw = self.live[group.draw.index] = self.live.pop(group.draw.index)
         draw.group, draw.outcome, draw.fate = group, outcome, fate
         self._move(group.draw.index, State.BUFFERED, State.IN_REWARD)
 
     def train(self, indices: Iterable[int]) -> list[LiveDraw]:
-        """Hands buffered draws to the update; they are still held until `trained`."""
         return [self._move(index, State.TRAINING, State.BUFFERED) for index in indices]
 
     def trained(self) -> None:
-        """Ends the draws that the update used up."""
         for index in self.at(State.TRAINING):
             draw = self.live.pop(index)
             self.counts[State.TRAINING] -= 1
@@ -162,8 +152,7 @@ class Draws:
             self.tokens[draw.fate] += draw.tokens
 
     def send_back(self, indices: Iterable[int], reason: str) -> None:
-        """Lets draws start again, those that an update used up only because they were REFUSED; the tokens of their
-        groups are lost for `reason`."""
+        """Returns draws to the stream; the tokens of their groups are lost. Draws in training can only be REFUSED."""
         before = (State.TRAINING,) if reason == REFUSED else (State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
         for index in indices:
             draw = self._move(index, State.TO_RETRY, *before)
@@ -171,8 +160,7 @@ class Draws:
             draw.tokens, draw.group = 0, None
 
     def state(self, rate: list[float], drawn_now: int = 0) -> BufferState:
-        """Returns what goes into a checkpoint besides `held`. drawn_now: at most that many of those count as drawn for
-        the update that is collected."""
+        """Returns what a checkpoint needs besides `held`. drawn_now: upper bound of `BufferState.drawn_now`."""
         unscored = sum(self.live[index].tokens for index in self.at(State.IN_REWARD))
         return BufferState(
             retry=sorted(index for index, draw in self.live.items() if draw.group is None),
@@ -185,8 +173,8 @@ class Draws:
     def restore(
         self, state: BufferState, held: Collection[tuple[Group, int]], since: Collection[tuple[Group, int]] = ()
     ) -> None:
-        """Fills an unused table from a checkpoint; the groups held, and those that finished `since`, are as if their
-        verdicts were still to come. Draws that the checkpoint does not know and that have no group start again."""
+        """Fills an unused table from a checkpoint. Groups in `held`, and in `since` (finished after the checkpoint),
+        are restored as not scored yet. Draws that the checkpoint does not know and that have no group start again."""
         drawn = state.drawn(len(held))
         unknown = range(drawn, max([drawn, *[group.draw.index + 1 for group, _ in since]]))
         self.live = {index: LiveDraw(0, State.TO_RETRY) for index in (*state.retry, *unknown)}
@@ -196,8 +184,7 @@ class Draws:
         self.tokens = Counter(state.tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts over the whole run, by state or fate, and shares of all generated tokens: trained (goodput),
-        dropped for lack of a signal, and wasted by reason."""
+        """Counts by state or fate, and fractions of all tokens: trained (goodput), dropped, wasted by reason."""
         counts = self.counts + Counter({State.BUFFERED: self.counts[State.TRAINING]})
         states = (State.IN_GENERATION, State.IN_REWARD, State.BUFFERED, State.TO_RETRY)
         generated = self.generated_tokens

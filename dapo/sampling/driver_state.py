@@ -1,7 +1,4 @@
-"""Writes what the driver knows besides the groups: which draws have ended, and what is still to be reported.
-
-In and out: `driver.json` in a checkpoint, as `DriverState`. It is read before anything heavy is loaded.
-"""
+"""The driver's state besides the groups, `driver.json` in a checkpoint. It is read before any heavy import."""
 
 import json
 from collections.abc import Sequence
@@ -18,15 +15,14 @@ DRIVER_STATE = "driver.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """Holds what a run still owes for its policy. evaluate: the evaluation of this version is not done. lines: of
-    metrics that are not in `metrics.jsonl` yet (`dapo.report.log.MetricsLogger.unwritten`)."""
+    """What a run still owes for its policy. evaluate: the evaluation of this version. lines: metrics that are not in
+    `metrics.jsonl` yet (`dapo.report.log.MetricsLogger.unwritten`)."""
 
     evaluate: bool = False
     lines: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, values: Any) -> "Due":
-        """Returns what JSON holds. Raises TypeError or ValueError where it holds anything else."""
         due = cls(evaluate=values["evaluate"], lines=tuple(values["lines"]))
         if type(due.evaluate) is not bool or not all(type(line) is str for line in due.lines):
             raise ValueError(f"no evaluation and lines: {values}")
@@ -35,29 +31,22 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverState:
-    """Holds what the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on
-    resuming.
-
-    version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
-    """
+    """The driver's state besides the groups. version: completed updates. buffer: `OversamplingBuffer.state()`."""
 
     version: int
     buffer: BufferState
     due: Due = Due()
 
     def without(self, held: Sequence[int]) -> "DriverState":
-        """Returns the state in which the draws of the groups that were held start again."""
         retry = sorted([*self.buffer.retry, *held])
         return replace(self, buffer=replace(self.buffer, retry=retry, drawn_now=0))
 
     def write(self, directory: Path) -> None:
-        """Writes `driver.json`."""
         (directory / DRIVER_STATE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> "DriverState":
-        """Reads `driver.json`. Raises ValueError when it is missing or holds anything else, and OSError when it cannot
-        be read, which says nothing about the checkpoint."""
+        """Raises ValueError if `driver.json` is missing or invalid, OSError if it cannot be read but may be valid."""
         path = directory / DRIVER_STATE
         try:
             values = json.loads(tried(lambda: path.read_text(encoding="utf-8")))
@@ -71,7 +60,7 @@ class DriverState:
 
 
 def owes_evaluation(directory: Path, output_dir: Path) -> bool:
-    """Returns whether the run in output_dir, saved in `directory`, was ended before it had evaluated what is saved.
-    Raises ValueError: see `DriverState.read`."""
+    """Whether the run in output_dir ended before it had evaluated the policy saved in `directory`. Raises
+    ValueError."""
     state = DriverState.read(directory)
     return state.due.evaluate and not evaluated(output_dir, state.version)

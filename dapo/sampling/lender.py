@@ -1,10 +1,9 @@
 """Lends the actors' GPUs to engines while the actors wait for a batch that is far from full (`trainer.colocate=lend`).
 
-    collect ─▶ consider ─ pays? ─▶ wake, take the weights ─▶ serve ─▶ batch full ─▶ leave: put down, sleep ─▶ update
+    collect ─▶ consider ─ pays? ─▶ wake, take the weights ─▶ serve ─▶ batch full ─▶ leave: abort, sleep ─▶ update
 
-In: what the batch still lacks, whenever that changes. Out: engines that serve, and GPUs that are free again before the
-actors need them. What a switch costs is measured: until it is, the engines wake as soon as there is anything to wait
-for, so that the first steps tell.
+The cost of a switch is measured. Until it is known, the engines wake as soon as anything waits, so that the first steps
+measure it.
 """
 
 import asyncio
@@ -26,18 +25,16 @@ class Lender:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Lends nothing yet. wake: see `workers.weight_sync.WeightSync.lend`; sleep: takes the GPUs back. now: the time
-        in seconds, of any origin."""
+        """wake: see `workers.weight_sync.WeightSync.lend`. sleep: takes the GPUs back. now: a clock in seconds."""
         self._slots, self._wake, self._sleep, self._now = slots, wake, sleep, now
         self._wake_s: float | None = None
         self._sleep_s: float | None = None
         self._waking: asyncio.Task[None] | None = None
-        self._since: float | None = None  # when the engines came to serve
+        self._since: float | None = None  # when the engines began to serve
         self._wakes, self._awake_s, self._gain_s = 0, 0.0, 0.0
 
     def consider(self, missing: int, on_awake: Callable[[], None]) -> None:
-        """Begins to wake the engines if it pays. missing: responses that the batch needs and that did not start.
-        on_awake: called when the engines serve."""
+        """Begins to wake the engines if it pays. missing: responses of the batch that have not started."""
         if self._waking is not None:
             return
         slots = self._slots()
@@ -56,7 +53,7 @@ class Lender:
         self._wakes += 1
         try:
             seconds = await self._wake()
-        except RuntimeError as error:  # the run goes on without them; actors that are lost are noticed elsewhere
+        except RuntimeError as error:  # the run continues; lost actors are noticed elsewhere
             warn(f"engines could not use the actors' GPUs: {error}")
             return
         if seconds is not None:
@@ -64,7 +61,7 @@ class Lender:
             on_awake()
 
     async def leave(self) -> None:
-        """Gives the GPUs back to the actors: returns when the engines on them sleep."""
+        """Returns the GPUs to the actors: waits until the engines on them sleep."""
         if self._waking is None:
             return
         await self._settled(self._waking)
@@ -74,19 +71,18 @@ class Lender:
         self._waking = None
 
     async def close(self) -> None:
-        """Waits for a wake under way, which leaves no engine between two states."""
+        """Waits for a wake under way, so that no engine is left between two states."""
         if self._waking is not None:
             await self._settled(self._waking)
             self._waking = None
 
     async def _settled(self, waking: asyncio.Task[None]) -> None:
-        await asyncio.wait([waking])  # it has a deadline
+        await asyncio.wait([waking])  # has its own deadline
         if self._since is not None:
             self._awake_s += self._now() - self._since
             self._since = None
 
     def lap(self) -> dict[str, float]:
-        """Returns what was lent since the last lap, as metrics."""
         found = {
             "perf/lending/wakes": float(self._wakes),
             "perf/lending/awake_s": self._awake_s,

@@ -1,4 +1,4 @@
-"""Classifies what a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
+"""Classifies scored groups: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,13 @@ MIXED = "mixed"
 ALL_CORRECT = "all_correct"
 ALL_WRONG = "all_wrong"
 UNSCORABLE = "unscorable"
-OVERLONG = "overlong"  # a mixed group of which overlong filtering leaves nothing to train on: a reason to drop it
+OVERLONG = "overlong"  # a mixed group that is dropped because overlong filtering leaves nothing to train on
 OUTCOMES = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
 
 
 def classify(group: Group, min_scored: int = 2) -> str:
     """Returns MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
-
-    Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
-    """
+    Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies above 0.5 are all correct."""
     accuracies = group.accuracies
     if len(accuracies) < min_scored:
         return UNSCORABLE
@@ -28,7 +26,7 @@ def classify(group: Group, min_scored: int = 2) -> str:
 
 
 def classifier(cfg: Config) -> Callable[[Group, int], str]:
-    """Returns `classify`, or `filter_groups.function` in its place: only what it calls mixed is trained on."""
+    """Returns `classify`, or `filter_groups.function` in its place: only groups that it calls mixed are trained on."""
     value = cfg.filter_groups.function
     if not value:
         return classify

@@ -1,9 +1,6 @@
-"""Writes groups that were accepted and not trained on, and reads them back.
-
-In and out: Parquet, one row per response, so that a continued run does not generate them again; one group as Arrow
-bytes, for the journal. Prompts are not written but found again by their draw. The column `token_mask` is only in files
-of groups that have one.
-"""
+"""Writes groups that were accepted and not trained on, and reads them back. Parquet for checkpoints, one row per
+response; Arrow bytes of one group for the journal. Prompts are not saved but found again by draw. The column
+`token_mask` exists only if a group has one."""
 
 import io
 import itertools
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 from dapo.types import Draw, Group, Response, Score, VersionSpan
 
 FILE = "groups.parquet"
-TOGETHER = 16  # groups whose columns are in memory once more while they are written, and hold other threads up
+TOGETHER = 16  # groups per write: their columns are in memory twice, and block other threads
 _FIELDS = {kind: [field.name for field in fields(kind)] for kind in (VersionSpan, Score)}
 _SCHEMA = pa.schema(
     {
@@ -40,7 +37,6 @@ _MASKED = _SCHEMA.append(pa.field("token_mask", pa.large_binary()))  # a byte pe
 
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
-    """Writes groups, each with the policy version at its start."""
     # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
     schema = _schema_of(groups)
     with pq.ParquetWriter(directory / FILE, schema, compression="none", use_dictionary=False) as writer:
@@ -49,14 +45,13 @@ def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
 
 
 def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
-    """Returns what `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
+    """Returns what `write_groups` wrote, in its order; nothing without a file. draw: of an index."""
     path = directory / FILE
     return _groups(pq.read_table(path, schema=_MASKED), draw) if path.is_file() else []
 
 
 def oldest_policy(directory: Path, default: int) -> int:
-    """Returns the earliest policy version that sampled a token of what `write_groups` wrote; `default` where there is
-    none, or no file."""
+    """Returns the earliest policy version that sampled a token of the groups; `default` without tokens or file."""
     path = directory / FILE
     if not path.is_file():
         return default
@@ -74,7 +69,7 @@ def encode_group(group: Group, started: int) -> bytes:
 
 
 def decode_group(data: bytes, draw: Callable[[int], Draw]) -> tuple[Group, int]:
-    """Returns what `encode_group` was given. Raises ValueError for anything else."""
+    """Inverse of `encode_group`. Raises ValueError for anything else."""
     try:
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
@@ -92,7 +87,6 @@ def _schema_of(groups: Sequence[tuple[Group, int]]) -> pa.Schema:
 
 
 def _table(groups: Sequence[tuple[Group, int]], schema: pa.Schema) -> pa.Table:
-    """Returns one row per response."""
     rows = [
         (group.draw.index, started, response, score)
         for group, started in groups
@@ -115,12 +109,11 @@ def _table(groups: Sequence[tuple[Group, int]], schema: pa.Schema) -> pa.Table:
 
 
 def _values(one: VersionSpan | Score) -> dict[str, Any]:
-    """Returns what `dataclasses.asdict` does, without its copies, which were most of the journal's time."""
+    """Like `dataclasses.asdict`, without its copies, which took most of the journal's time."""
     return {name: getattr(one, name) for name in _FIELDS[type(one)]}
 
 
 def _groups(table: pa.Table, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
-    """Returns the groups of a `_table`, in its order."""
     token_ids, logprobs = _arrays(table, "token_ids"), _arrays(table, "rollout_logprobs")
     rest = table.drop_columns(["token_ids", "rollout_logprobs"]).to_pylist()
     found: dict[tuple[int, int], tuple[list[Response], list[Score]]] = {}

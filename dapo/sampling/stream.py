@@ -7,14 +7,14 @@ buffer refills at once. What runs concurrently, all on one event loop:
 |---------------------|------------------------|---------------------------|-------------------|----------------------|
 | pump                | ended groups, room     | a task per draw that      | `_wake`           | a response or group  |
 |                     |                        | `buffer.take` gives       |                   | that ends; `collect` |
-| `scored_group`, one | responses of one draw  | calls for verdicts, then  | its responses,    | engine, reward       |
-| per draw            |                        | a `Group` or a `Cut`      | then its verdicts | workers, `_abort`    |
+| `scored_group`, one | responses of one draw  | reward calls, then a      | its responses,    | engine, reward       |
+| per draw            |                        | `Group` or a `Cut`        | then its scores   | workers, `_abort`    |
 | `collect`, by the   | what `buffer.close`    | `Collected`, one per step | a full batch      | the pump, or its end |
 | trainer             | gives                  |                           |                   |                      |
-| `_abort`, at the    | draws that go back     | their `Cut`s, counted     | the unfinished    | the engines, within  |
+| `_abort`, at the    | returned draws         | their `Cut`s, counted     | the unfinished    | the engines, within  |
 | end of `collect`    |                        |                           | ones to end       | `rollout.timeout_s`  |
 
-An evaluation runs beside it, in slots that the pump leaves free (`on_filled`); its responses wake no waiter here.
+An evaluation runs beside it, in slots that the pump leaves free (`on_filled`).
 """
 
 import asyncio
@@ -39,14 +39,13 @@ Responses = AsyncGenerator[tuple[int, Response]]
 
 
 def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
-    """Returns what `cfg.rollout` or `cfg.eval`, which name these settings alike, say about sampling."""
     return Sampling(
         n=section.n, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k, max_tokens=max_tokens
     )
 
 
 async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:
-    """Returns the verdict on one response; one whose rollout function failed is unscorable, and no verifier sees it."""
+    """Scores one response; one whose rollout function failed is unscorable, without a call of the verifier."""
     return unscorable("rollout") if response.failed else await rewards.score(prompt, sample, response)
 
 
@@ -58,8 +57,8 @@ async def scored_group(
     wanted: Callable[[], bool] = lambda: True,
     noted: Callable[[Score], None] = lambda score: None,
 ) -> Group | Cut:
-    """Scores each response as it ends; `noted` is called with each score. Returns a Cut when one was aborted, or when
-    the group is not wanted any more at the end of its generation: its verdicts are not waited for then."""
+    """Scores each response as it ends; `noted` is called with each score. Returns a Cut if a response was aborted, or
+    if the group is not wanted any more when its generation ends; its scores are not awaited then."""
     ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
 
@@ -87,16 +86,11 @@ async def scored_group(
 
 
 def ended_unasked(key: str) -> RuntimeError:
-    """Returns the error of a Cut that was not asked for."""
     return RuntimeError(f"an engine ended group {key} unasked; its log may say why")
 
 
 class GroupStream:
-    """Keeps as many draws in flight as the buffer asks for.
-
-    The pump lives as long as the stream and also runs while the actors update. At staleness 0 the buffer asks for
-    nothing then, and the engines rest.
-    """
+    """Keeps the requested number of draws in flight, also during updates (at staleness 0, none is requested then)."""
 
     def __init__(
         self,
@@ -111,8 +105,8 @@ class GroupStream:
         lender: Lender | None = None,
         caps: Mapping[str, int] | None = None,
     ) -> None:
-        """Starts nothing yet. lender: of engines that may help while a batch is far from full. caps: longest responses
-        of the entries of `data.sources` that have their own, in tokens."""
+        """lender: of engines that may help while a batch is far from full. caps: longest responses, in tokens, of the
+        entries of `data.sources` that have their own."""
         self.buffer = buffer
         self._lender = lender
         self.traffic = Traffic(rollouts.tokens_per_s)
@@ -123,18 +117,18 @@ class GroupStream:
         self._seed = seed
         self._clock = clock
         self._caps = caps or {}
-        self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, which names one start of a draw
-        self._leaving: dict[str, asyncio.Task[Group | Cut]] = {}  # that the engines are asked to end
+        self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, unique per start of a draw
+        self._leaving: dict[str, asyncio.Task[Group | Cut]] = {}  # being aborted by the engines
         self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        buffer.on_serving = self._wake.set  # engines that ran dry may have room for the next version
+        buffer.on_serving = self._wake.set  # idle engines may have room for the next version
         self._full = asyncio.Event()
-        self.on_filled: Callable[[], None] = lambda: None  # called when the engines have what they can get
+        self.on_filled: Callable[[], None] = lambda: None  # called when the engines have all they can get
 
     async def collect(self) -> Collected:
         """Returns a full batch for the next update. Raises BudgetExhausted as `OversamplingBuffer.take` does, and
-        whatever the pools raise, also because they score known answers wrong."""
+        errors of the pools, also if they score known answers wrong."""
         self.buffer.open()
         self.traffic.open()
         self._full.clear()
@@ -145,15 +139,15 @@ class GroupStream:
         try:
             await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
             if self._pump.done():
-                self._pump.result()  # raises
+                self._pump.result()
             await self._rewards.check()
             return await self._abort(self.buffer.close())
         finally:
             full.cancel()
 
     async def close(self) -> None:
-        """Ends the pump and what is in flight; the buffer keeps what had finished. The engines may be what failed: they
-        have `CLOSE_GRACE_S` to end their part, and their failure is not reported."""
+        """Ends the pump and aborts draws in flight; the buffer keeps finished groups. The engines may be what failed:
+        they have `CLOSE_GRACE_S`, and their errors are ignored."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait([self._pump])
@@ -171,13 +165,12 @@ class GroupStream:
         self._leaving.clear()
 
     async def _run(self) -> None:
-        """Pumps draws out and groups in."""
         while True:
             for index in self.buffer.take(self._rollouts.room(self._sampling.n)):
                 self._start(index)
             if self.buffer.collecting and self.buffer.full:
                 self._full.set()
-            await asyncio.sleep(0)  # what was just started takes its room only now
+            await asyncio.sleep(0)  # let new tasks take their slots
             if self._lender is not None and self.buffer.collecting and not self.buffer.full:
                 self._lender.consider(self.buffer.missing * self._sampling.n, self._wake.set)
             self.on_filled()
@@ -185,7 +178,7 @@ class GroupStream:
             self._wake.clear()
             while self._finished:
                 key = self._finished.popleft()
-                if key not in self._running:  # its draw went back to the stream
+                if key not in self._running:  # its draw was returned to the stream
                     continue
                 group = self._running.pop(key)[1].result()
                 if isinstance(group, Cut):
@@ -195,7 +188,7 @@ class GroupStream:
     def _start(self, index: int) -> None:
         version = self.buffer.version
         refusals = self.buffer.refusals[index, version]
-        again = [refusals] if refusals else []  # what was refused must not come again
+        again = [refusals] if refusals else []  # a refused response must not be sampled again
         key, draw = "-".join([f"v{version}-d{index}", *map(str, again)]), self._order.draw(index)
         seeds = [response_seed(self._seed, index, version, sample, *again) for sample in range(self._sampling.n)]
         prompt = draw.prompt
@@ -217,7 +210,8 @@ class GroupStream:
         self._wake.set()
 
     async def _watched(self, index: int, key: str, responses: Responses) -> Responses:
-        """Hands the responses on; tells the pump of each, for there may be room now, and the buffer of the last."""
+        """Forwards the responses; wakes the pump after each, as a slot may be free, and notifies the buffer at the
+        end."""
         tokens = 0
         self.traffic.start(key, self._sampling.n)
         try:
@@ -233,8 +227,7 @@ class GroupStream:
             self.buffer.generated(index, tokens)
 
     async def _abort(self, collected: Collected) -> Collected:
-        """Ends the draws that went back to the stream and counts what they had generated. Where that fails or is cut
-        short, `close` ends them."""
+        """Aborts the returned draws and counts their generated tokens. If that fails, `close` aborts them."""
         returned = set(collected.returned)
         gone = {key: place for key, place in self._running.items() if place[0] in returned}
         for key, (index, task) in gone.items():
@@ -242,7 +235,7 @@ class GroupStream:
             if index in collected.unfinished:
                 self._leaving[key] = task
             else:
-                task.cancel()  # its verdict is not waited for
+                task.cancel()  # its score is not awaited
         if not self._leaving:
             return collected
         await self._rollouts.abort(list(self._leaving))

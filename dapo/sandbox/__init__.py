@@ -1,1 +1,1 @@
-"""Runs Python programs that nobody trusts, such as a model's, where they can reach nothing."""
+"""Runs untrusted Python programs, such as a model's, in isolation."""

@@ -1,7 +1,5 @@
-"""Builds and installs filters of system calls: classic BPF for seccomp(2).
-
-In: instructions. Out: the calling process filtered for good. Needs no privilege, works in containers, holds for root.
-"""
+"""Builds and installs system call filters: classic BPF for seccomp(2). A filter is permanent for the process, needs no
+privilege, works in containers, and also restricts root."""
 
 import ctypes
 import platform
@@ -14,8 +12,8 @@ LOAD, AND, RETURN = 0x20, 0x54, 0x06
 JUMP_EQUAL, JUMP_FROM, JUMP_ABOVE, JUMP_BITS = 0x15, 0x35, 0x25, 0x45
 ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-X32 = 0x40000000  # from here on x86_64 has all calls a second time
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # of an architecture: linux/audit.h
+X32 = 0x40000000  # from here on x86_64 has a second copy of all calls
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # architecture ids: linux/audit.h
 _FILTER = 2  # SECCOMP_MODE_FILTER
 
 
@@ -25,17 +23,15 @@ def argument(index: int) -> int:
 
 
 def step(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Returns one instruction; the jumps count the instructions to leap over."""
+    """Returns one instruction. if_true, if_false: number of instructions to skip."""
     return struct.pack("<HBBI", code, if_true, if_false, operand)
 
 
 def is_known_machine() -> bool:
-    """Returns whether filters can be written for this machine's architecture."""
     return platform.machine() in AUDIT
 
 
 def install(program: list[bytes]) -> bool:
-    """Installs a filter; False where the kernel knows none."""
     image = b"".join(program)
     code = ctypes.create_string_buffer(image, len(image))
     head = struct.pack("@HP", len(program), ctypes.addressof(code))

@@ -1,8 +1,5 @@
-"""Filters the system calls of a confined program: those that a computation needs, and no other.
-
-In: the process number that the filter is for. Out: a filter. What is not listed fails with EPERM, as a call that is
-newer than the lists with ENOSYS, so that the C library falls back to an older one. Numbers: asm/unistd.h.
-"""
+"""The system call filter of a confined program: allows the calls that a computation needs. Other calls fail with EPERM;
+calls newer than the lists fail with ENOSYS, so that the C library falls back to older ones. Numbers: asm/unistd.h."""
 
 import errno
 import platform
@@ -28,7 +25,7 @@ from dapo.sandbox.bpf import (
     step,
 )
 
-# Whatever their arguments: on files (Landlock or the mounts say which), memory, time, threads and the process itself.
+# Allowed with any arguments: files (Landlock or mounts restrict these), memory, time, threads, the process itself.
 _FREE = {
     "x86_64": """
         read 0 write 1 close 3 fstat 5 lseek 8 mmap 9 mprotect 10 munmap 11 brk 12 rt_sigaction 13 rt_sigprocmask 14
@@ -67,7 +64,7 @@ _FREE = {
         getsockname 204 getpeername 205 fadvise64 223 flock 32 close_range 436
     """,
 }
-# With some arguments only.
+# Allowed with some arguments only.
 _PARTLY = {
     "x86_64": """
         open 2 openat 257 clone 56 clone3 435 kill 62 tgkill 234 prctl 157 setrlimit 160 prlimit64 302 fcntl 72
@@ -78,20 +75,19 @@ _PARTLY = {
         socketpair 199
     """,
 }
-_NEW = 424  # from here on the architectures share their numbers; clone3 hides its flags from a filter
-_CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020080  # a thread, in no new namespace
-_NAMELESS = 0o20000000  # of O_TMPFILE: a file that shows in no directory
-_TRUNCATE, _ACCESS_AND_TRUNCATE = 0o1000, 0o1003  # O_TRUNC beside O_RDONLY truncates, and old Landlocks allow it
+_NEW = 424  # from here on numbers are the same on all architectures; clone3 hides its flags from a filter
+_CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020080  # threads are allowed, new namespaces are not
+_NAMELESS = 0o20000000  # O_TMPFILE: a file without a name
+_TRUNCATE, _ACCESS_AND_TRUNCATE = 0o1000, 0o1003  # O_TRUNC with O_RDONLY truncates, and old Landlock versions allow it
 _UNIX, _STREAM, _TYPE = 1, 1, 0xF
-_NAME_SET, _NAME_GET, _NAME_MEMORY = 15, 16, 0x53564D41  # of prctl
-_TERMINAL_AND_WAITING = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of ioctl
-_CPU, _REAL_TIME = 0, 15  # of setrlimit: the limits that end a process by SIGKILL
-# Of fcntl: what makes the kernel send signals to others.
+_NAME_SET, _NAME_GET, _NAME_MEMORY = 15, 16, 0x53564D41  # prctl
+_TERMINAL_AND_WAITING = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # ioctl
+_CPU, _REAL_TIME = 0, 15  # setrlimit: limits that end a process by SIGKILL
+# fcntl: commands that make the kernel send signals to other processes.
 _SIGNALS = (8, 10, 15, 1024, 1026)
 
 
 def filter_of(pid: int) -> list[bytes]:
-    """Returns the filter for the process `pid` of this machine's architecture."""
     machine = platform.machine()
     code = [step(LOAD, ARCHITECTURE), step(JUMP_EQUAL, AUDIT[machine], 1, 0), step(RETURN, KILL_PROCESS)]
     code += [step(LOAD, NUMBER), step(JUMP_FROM, X32, 0, 1), _refuse(errno.EPERM)]
@@ -106,11 +102,11 @@ def filter_of(pid: int) -> list[bytes]:
 
 
 def _checks(pid: int) -> dict[str, list[bytes]]:
-    """Returns, per call, what looks at its arguments and ends in a result."""
+    """Returns, per call, the instructions that check its arguments and return a result."""
     to_itself = {
         name: [
             *(step(LOAD, argument(0)), step(JUMP_EQUAL, pid, 1, 0), _refuse(errno.EPERM)),
-            # No program can end in SIGKILL by itself: one that did was killed by somebody else, such as the kernel.
+            # No program may send itself SIGKILL: that signal then always comes from outside, such as the kernel.
             *(step(LOAD, argument(signal_at)), step(JUMP_EQUAL, signal.SIGKILL, 0, 1), _refuse(errno.EPERM)),
             step(RETURN, ALLOW),
         ]
@@ -118,7 +114,7 @@ def _checks(pid: int) -> dict[str, list[bytes]]:
     }
     opening = {
         name: [
-            # As a file system says that knows no such files.
+            # The error of a file system without O_TMPFILE.
             *(step(LOAD, argument(flags_at)), step(JUMP_BITS, _NAMELESS, 0, 1), _refuse(errno.EOPNOTSUPP)),
             *(step(AND, _ACCESS_AND_TRUNCATE), step(JUMP_EQUAL, _TRUNCATE, 0, 1), _refuse(errno.EPERM)),
             step(RETURN, ALLOW),
@@ -136,10 +132,10 @@ def _checks(pid: int) -> dict[str, list[bytes]]:
         "prctl": _one_of(0, (_NAME_SET, _NAME_GET, _NAME_MEMORY)),
         "setrlimit": _none_of(0, (_CPU, _REAL_TIME)),
         "prlimit64": [
-            *(step(LOAD, argument(0)), step(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)),  # of this process
+            *(step(LOAD, argument(0)), step(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)),  # this process only
             *(step(LOAD, argument(1)), step(JUMP_EQUAL, _CPU, 2, 0), step(JUMP_EQUAL, _REAL_TIME, 1, 0)),
             step(RETURN, ALLOW),
-            # One that is only asked for: the address of a new one is 0, in both halves.
+            # Reading a limit is allowed: then the address of the new limit is 0, in both halves.
             *(step(LOAD, argument(2)), step(JUMP_EQUAL, 0, 0, 2), step(LOAD, argument(2) + 4)),
             *(step(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM), step(RETURN, ALLOW)),
         ],
@@ -154,13 +150,11 @@ def _checks(pid: int) -> dict[str, list[bytes]]:
 
 
 def _one_of(index: int, values: tuple[int, ...]) -> list[bytes]:
-    """Returns the check that an argument is one of `values`."""
     allowed = [part for value in values for part in (step(JUMP_EQUAL, value, 0, 1), step(RETURN, ALLOW))]
     return [step(LOAD, argument(index)), *allowed, _refuse(errno.EPERM)]
 
 
 def _none_of(index: int, values: tuple[int, ...]) -> list[bytes]:
-    """Returns the check that an argument is none of `values`."""
     refused = [part for value in values for part in (step(JUMP_EQUAL, value, 0, 1), _refuse(errno.EPERM))]
     return [step(LOAD, argument(index)), *refused, step(RETURN, ALLOW)]
 
@@ -175,6 +169,5 @@ def _numbers(listing: str) -> dict[str, int]:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Returns runs of consecutive numbers, each by its first and last."""
     cuts = [0, *(place + 1 for place, (a, b) in enumerate(pairwise(numbers)) if b != a + 1), len(numbers)]
     return [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts)]

@@ -1,9 +1,6 @@
-"""Becomes the process of one program: reads it, confines itself, runs it.
-
-In: a request as a frame over the job's socket. Out: what the program writes, in files of memory that the server made;
-one byte when it is confined and begins, or words that say why it cannot. The request holds nothing that the program
-must not see.
-"""
+"""The process of one program: reads the request from the job's socket, confines itself, runs the program. The program's
+output goes to memory files that the server made. `ready` receives one byte when the program begins, or the reason why
+it cannot. The request contains nothing that the program must not see."""
 
 import atexit
 import builtins
@@ -29,16 +26,16 @@ from dapo.sandbox.frames import read_frame
 from dapo.sandbox.program import SOURCE_NAME, Confinement
 
 BEGUN = b"+"
-MAX_WORDS = 500  # of why it cannot begin
-MAX_DESCRIPTORS = 1024  # of the server, which forks this process
-_RESULT, _READY, _FREE = 3, 4, 5  # descriptors behind the three of every program
+MAX_WORDS = 500  # of the reason for a failed start
+MAX_DESCRIPTORS = 1024  # of the server, which forks this process; bounds the descriptors to close
+_RESULT, _READY, _FREE = 3, 4, 5  # descriptors after the three standard ones
 _FAMILIAR_ALL = ("typing", "math", "collections", "itertools", "functools", "heapq", "bisect", "string")
 _FAMILIAR = ("sys", "os", "re", "time", "random", "operator", "copy", "datetime", "decimal", "fractions", "statistics")
 
 
 def become(way: Confinement, place: Place, channel: socket.socket, outputs: list[int], ready: int) -> NoReturn:
-    """Runs the program that comes over `channel`. outputs: descriptors of standard output, standard error and result.
-    ready: the one that says how it begins."""
+    """Runs the program received over `channel`. outputs: descriptors of standard output, standard error and result.
+    ready: descriptor that reports the start."""
     try:
         request = read_frame(channel)
         _arrange([_file(request["stdin"]), *outputs, ready])
@@ -48,7 +45,7 @@ def become(way: Confinement, place: Place, channel: socket.socket, outputs: list
             signal.signal(number, signal.SIG_DFL)
         confine(way, place)
         _forget_the_server()
-    except BaseException as error:  # no step may fail and the program run nevertheless
+    except BaseException as error:  # the program must not run if any step fails
         os.write(ready, f"{type(error).__name__}: {error}".encode()[:MAX_WORDS])
         os._exit(1)
     os.write(_READY, BEGUN)
@@ -56,12 +53,12 @@ def become(way: Confinement, place: Place, channel: socket.socket, outputs: list
     status = 1
     try:
         status = _run(request)
-    finally:  # whatever it raises: beyond this function the process would go on as the server
+    finally:  # always exit: returning would continue as the server
         os._exit(status)
 
 
 def familiar_names() -> dict[str, Any]:
-    """Returns names that answers to exercises take for granted; no builtin is hidden."""
+    """Returns names that solutions of exercises use without an import. Builtins are not replaced."""
     found: dict[str, Any] = {}
     for name in (*_FAMILIAR_ALL, *_FAMILIAR):
         module = importlib.import_module(name)
@@ -75,7 +72,6 @@ def familiar_names() -> dict[str, Any]:
 
 
 def _file(text: str) -> int:
-    """Returns the descriptor of a file in memory that holds a text."""
     handle = os.memfd_create("stdin")
     with open(handle, "wb", closefd=False) as file:
         file.write(text.encode("utf-8", "surrogatepass"))
@@ -84,7 +80,7 @@ def _file(text: str) -> int:
 
 
 def _arrange(descriptors: list[int]) -> None:
-    """Gives the descriptors the numbers from 0 on, and closes all others."""
+    """Renumbers the descriptors from 0 on and closes all others."""
     above = [fcntl.fcntl(handle, fcntl.F_DUPFD, 2 * _FREE) for handle in descriptors]
     for number, handle in enumerate(above):
         os.dup2(handle, number)
@@ -92,7 +88,6 @@ def _arrange(descriptors: list[int]) -> None:
 
 
 def _forget_the_server() -> None:
-    """Makes this interpreter look like one that was started for the program."""
     atexit._clear()
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
@@ -106,13 +101,11 @@ def _forget_the_server() -> None:
     os.environ.update({"HOME": here, "TMPDIR": here, "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"})
     for name in [name for name in sys.modules if name == "dapo" or name.startswith("dapo.")]:
         del sys.modules[name]
-    tempfile.tempdir = None  # it is asked for anew
-    random.seed(0)  # the same program, the same outcome
+    tempfile.tempdir = None  # recomputed at next use
+    random.seed(0)  # makes programs reproducible
 
 
 class _Loader(importlib.abc.ExecutionLoader):
-    """Gives the program's text to Python's own machinery of imports, and to its tracebacks."""
-
     def __init__(self, source: str) -> None:
         self._source = source
 
@@ -124,7 +117,6 @@ class _Loader(importlib.abc.ExecutionLoader):
 
 
 def _run(request: dict[str, Any]) -> int:
-    """Returns the exit status that Python would end with."""
     status = 0
     try:
         value = _execute(request)
@@ -157,13 +149,12 @@ def _execute(request: dict[str, Any]) -> Any:
 
 
 def _function(module: ModuleType, name: str) -> Any:
-    """Returns the function of that name, or the method of a new `Solution`."""
     solution = getattr(module, "Solution", None)
     return getattr(module if solution is None else solution(), name)
 
 
 def _plain(value: Any) -> Any:
-    """Returns numpy's values as Python's. Raises TypeError for what JSON has no form for."""
+    """Converts numpy values and iterables for JSON. Raises TypeError for other types."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, range | map | filter | zip) or type(value).__name__ in ("deque", "dict_keys", "dict_values"):
@@ -172,7 +163,6 @@ def _plain(value: Any) -> Any:
 
 
 def _status(error: BaseException) -> int:
-    """Returns the exit status of what ended the program, and says why as Python does."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

@@ -1,9 +1,9 @@
-"""Runs programs in the sandbox: the one call that everything else of this package is for.
+"""Runs programs in the sandbox; the public interface of this package.
 
     with Sandbox(limits) as sandbox:
         outcome = sandbox.run(Program(source="print(int(input()) + 1)", stdin="41"))
 
-In: a `Program`. Out: its `Outcome`, or a `SandboxError` where the machinery failed, and not the program.
+Returns the `Outcome` of a `Program`, or raises `SandboxError` if the sandbox failed rather than the program.
 """
 
 import json
@@ -24,26 +24,23 @@ from dapo.sandbox.frames import contents, pack, read_frame, receive_piece, send_
 from dapo.sandbox.jobs import SETUP_S, longest_s
 from dapo.sandbox.program import FILES, Confinement, Outcome, Program, SandboxError
 
-START_S = 120.0  # the imports of packages, and a probe of each way to confine
-LOOK_MS = 1000  # between two looks at whether the server lives
+START_S = 120.0  # for importing packages and probing the confinements
+LOOK_MS = 1000  # interval of checks whether the server is alive
 _SERVER = "dapo.sandbox.server"
 
 
 class Sandbox:
-    """Holds a server that runs programs, any number at once. Whoever made it starts a new one when it ends; a process
-    forked from there may use it. way: how programs are confined. pid: the server's process number."""
+    """A server that runs programs, any number at once. The process that created it restarts the server when it ends;
+    forked processes may use it too. way: how programs are confined."""
 
     def __init__(self, limits: SandboxConfig, *, allow_unconfined: bool = False, files: Sequence[str] = FILES) -> None:
-        """Starts the server and waits until a probe has been confined. files: ways to keep it from files, in the order
-        in which they are tried.
-
-        Raises ValueError where the kernel can confine nothing, or for a package that is not installed; SandboxError
-        where the server does not start.
-        """
+        """Starts the server and waits until a probe has been confined. files: file confinements in the order to try.
+        Raises ValueError if no confinement works or a package is not installed; SandboxError if the server does not
+        start."""
         self.limits = limits
         self._settings = {"packages": limits.packages, "allow_unconfined": allow_unconfined, "files": list(files)}
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.settimeout(SETUP_S)  # of a server that takes nothing any more
+        self._requests.settimeout(SETUP_S)  # in case the server hangs
         self._owner = os.getpid()
         self._reviving = threading.Lock()
         self._server = self._start()
@@ -61,39 +58,33 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Returns the server's process number."""
         return self._server.pid
 
     def descriptors(self) -> list[int]:
-        """Lists what no process but this one needs to hold open."""
+        """Returns descriptors that forked processes should close."""
         return [self._theirs.fileno()]
 
     def restart(self) -> None:
-        """Starts a new server in the place of one that has ended; programs wait for it."""
         self._hello.close()
         self._server = self._start()
 
     def close(self) -> None:
-        """Ends the server, and with it all programs."""
         self._hello.close()
         self._requests.close()
         self._theirs.close()
         if os.getpid() == self._owner:
             with suppress(subprocess.TimeoutExpired):
-                self._server.wait(SETUP_S)  # it removes its directory, because no client is left
+                self._server.wait(SETUP_S)  # gives it time to remove its directory
             self._server.kill()
             self._server.wait()
 
     def run(self, program: Program, limits: SandboxConfig | None = None) -> Outcome:
-        """Returns what a program did. limits: instead of the sandbox's own; their `packages` are not looked at.
-
-        Raises:
-            SandboxError: the machinery failed, twice; this says nothing about the program.
-        """
+        """limits: replace the sandbox's own, except `packages`. Raises SandboxError if the sandbox failed twice; this
+        is not the program's fault."""
         frame = pack(asdict(program))
         try:
             return self._try(frame, limits or self.limits)
-        except SandboxError:  # once more
+        except SandboxError:  # try once more
             return self._try(frame, limits or self.limits)
 
     def _try(self, frame: bytes, limits: SandboxConfig) -> Outcome:
@@ -103,7 +94,7 @@ class Sandbox:
             try:
                 with theirs:
                     send_piece(self._requests, asdict(limits), [theirs.fileno()])
-                with suppress(BrokenPipeError, ConnectionResetError):  # then the answer says why
+                with suppress(BrokenPipeError, ConnectionResetError):  # then the reply has the reason
                     ours.sendall(frame)
                 self._wait(ours, time.monotonic() + 2 * SETUP_S + longest_s(limits))
                 reply, handles = receive_piece(ours, 3)
@@ -119,7 +110,6 @@ class Sandbox:
         return Outcome(stdout=stdout, stderr=stderr, result=result, **reply)
 
     def _wait(self, channel: socket.socket, deadline: float) -> None:
-        """Waits for an answer, and meanwhile replaces a server that has ended. Raises TimeoutError."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         while not poll.poll(LOOK_MS):
@@ -159,8 +149,8 @@ class Sandbox:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the server needs, and no secret: one thread each, one arena of the allocator, for each more takes
-    64 MiB of a program's addresses with its thread, and a hash seed, so that a program always does the same."""
+    """Returns the server's environment, without secrets. One thread per library; one allocator arena, because each
+    further one takes 64 MiB of a program's address space; a fixed hash seed, so that programs are reproducible."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: "1" for name in names}
     kept = {name: variables[name] for name in ("LD_LIBRARY_PATH", "TMPDIR", "PYTHONHOME") if name in variables}

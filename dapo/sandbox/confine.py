@@ -1,8 +1,5 @@
-"""Confines the calling process for good: files, users, limits, system calls. Runs in the child, before the program.
-
-In: a `Confinement` and a `Place`. Out: a process that reaches nothing outside of its place. Raises OSError where the
-kernel refuses a part, and nothing runs then.
-"""
+"""Confines the calling process permanently (files, user, limits, system calls). Runs in the child before the program.
+Raises OSError if the kernel refuses a part; the program is then not run."""
 
 import importlib.util
 import os
@@ -19,20 +16,20 @@ from dapo.config.sandbox import SandboxConfig
 from dapo.sandbox import bpf, calls, kernel, mounts
 from dapo.sandbox.program import Confinement
 
-STACK_BYTES = 64 << 20  # of the main thread: deep recursion is a usual style
+STACK_BYTES = 64 << 20  # of the main thread: programs often recurse deeply
 MAX_OPEN_FILES = 64
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")  # shared objects of extensions
-# Rights of Landlock, as bits: linux/landlock.h.
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")  # shared libraries of extension modules
+# Landlock rights as bits: linux/landlock.h.
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many the version of the interface has; 16 from the fifth on
-_NETWORK_RIGHTS, _SCOPES = 0b11, 0b11  # from the fourth and from the sixth on
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights by ABI version; 16 from version 5 on
+_NETWORK_RIGHTS, _SCOPES = 0b11, 0b11  # from ABI versions 4 and 6 on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Holds where a program runs. folder: its own temporary directory. readable: what it may read besides. user: number
-    of the user and the group that it runs as, where it has its own. parent: process that it ends with."""
+    """Where a program runs. folder: its temporary directory. readable: other paths that it may read. user: its user and
+    group id, if it has its own. parent: the process with which it ends."""
 
     folder: str
     readable: tuple[str, ...]
@@ -42,14 +39,13 @@ class Place:
 
 
 def readable_paths(packages: Sequence[str]) -> tuple[str, ...]:
-    """Returns what every program may read: Python, shared objects, a few devices. Raises ValueError as below."""
+    """Returns the paths that every program may read. Raises ValueError as `python_paths`."""
     paths = {*python_paths(packages), *LIBRARIES, *DEVICES}
     return tuple(sorted(path for path in paths if os.path.exists(path)))
 
 
 def python_paths(packages: Sequence[str]) -> tuple[str, ...]:
-    """Returns the directories of the standard library and of installed packages. Raises ValueError for a package that
-    is not there."""
+    """Returns the directories of the standard library and of packages. Raises ValueError for a missing package."""
     paths = {sysconfig.get_path("stdlib"), os.path.dirname(os.__file__)}
     for name in packages:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -59,14 +55,13 @@ def python_paths(packages: Sequence[str]) -> tuple[str, ...]:
                 "it on every node or take it out"
             )
         for place in spec.submodule_search_locations or [spec.origin or ""]:
-            paths |= {place, f"{place}.libs"}  # shared objects that a wheel brings lie beside it
+            paths |= {place, f"{place}.libs"}  # shared libraries of a wheel
     return tuple(sorted(path for path in paths if os.path.exists(path)))
 
 
 def confine(way: Confinement, place: Place) -> None:
-    """Confines this process, whose working directory becomes the folder of `place`."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, a program goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes programs first
     mapped = kernel.mapped_bytes()
     os.setsid()
     if way.files == "mounts":
@@ -78,7 +73,7 @@ def confine(way: Confinement, place: Place) -> None:
         os.setgroups([])
         os.setresgid(place.user, place.user, place.user)
         os.setresuid(place.user, place.user, place.user)
-        kernel.prctl(kernel.SET_DUMPABLE, 1)  # the change of user hides from the server what it holds
+        kernel.prctl(kernel.SET_DUMPABLE, 1)  # after the change of user, the server could not see its open files
     kernel.die_with(place.parent)
     kernel.drop_capabilities()
     kernel.prctl(kernel.SET_NO_NEW_PRIVS, 1)
@@ -89,8 +84,8 @@ def confine(way: Confinement, place: Place) -> None:
 
 
 def _limit(limits: SandboxConfig, mapped: int, *, threads: bool) -> None:
-    """Sets what the kernel counts itself. threads: of a user of its own; any other has more of them already."""
-    seconds = int(limits.cpu_s) + 2  # whole seconds, in case that nobody watches
+    """Sets the kernel's resource limits. threads: whether to limit threads, which works only for a user of its own."""
+    seconds = int(limits.cpu_s) + 2  # fallback in whole seconds if the server does not watch
     wanted = {
         resource.RLIMIT_AS: mapped + limits.memory_bytes,
         resource.RLIMIT_CORE: 0,
@@ -104,7 +99,7 @@ def _limit(limits: SandboxConfig, mapped: int, *, threads: bool) -> None:
     }
     for kind, value in wanted.items():
         kernel.lower_limit(kind, value)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a flood ends the program
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
 
 
 def _restrict_files(place: Place) -> None:
@@ -112,7 +107,7 @@ def _restrict_files(place: Place) -> None:
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
     attributes = struct.pack(
         "=QQQ", rights, _NETWORK_RIGHTS if version >= 4 else 0, _SCOPES if version >= 6 else 0
-    )  # the kernel takes a longer structure than it knows where the rest is 0
+    )  # the kernel accepts a longer structure than it knows if the rest is 0
     ruleset = kernel.landlock_ruleset(attributes)
     _allow(ruleset, ".", rights & (_WRITE_FILE | _READ_FILE | _READ_DIR | _REMOVE_FILE | _MAKE_FILE | _TRUNCATE))
     for path in place.readable:
@@ -123,7 +118,7 @@ def _restrict_files(place: Place) -> None:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Allows some rights to a path and what is below it; one that this user cannot even name needs no rule."""
+    """Grants rights to a path and everything below it. A path that this user cannot open needs no rule."""
     with suppress(PermissionError):
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:

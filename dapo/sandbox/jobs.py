@@ -1,8 +1,4 @@
-"""Starts, watches and ends the processes of programs, on the server's side.
-
-In: limits and a socket per program. Out: over that socket, how it ended with the files that it wrote, or why the
-machinery failed. One thread, one poll object.
-"""
+"""Starts, watches and ends the processes of programs on the server's side, with one thread and one poll object."""
 
 import os
 import re
@@ -24,18 +20,17 @@ from dapo.sandbox.confine import Place
 from dapo.sandbox.frames import send_piece
 from dapo.sandbox.program import Confinement
 
-CHECK_MS = 50  # between two looks at what runs
-SETUP_S = 20.0  # from the fork to the program's beginning
-FIRST_USER, USERS = 2_000_000_000, 1 << 24  # numbers that no account has
+CHECK_MS = 50  # interval of limit checks
+SETUP_S = 20.0  # from the fork to the start of the program
+FIRST_USER, USERS = 2_000_000_000, 1 << 24  # user ids without an account
 _OUTPUTS = ("stdout", "stderr", "result")
 
 
 @dataclass(slots=True)
 class Waits:
-    """Counts the seconds in which a program waited for a core, along one thread at a time: many that sleep for a moment
-    each, and wait for a core after it, have not waited longer than one. seen: seconds in all of each thread, which the
-    kernel counts at a wait's end. leader: the thread whose waits count. wanted: whether it wanted a core at the last
-    look, which was at seen_at."""
+    """Counts the seconds a program waited for a core, for one thread at a time: threads that wait in parallel count
+    once. seen: total waiting seconds of each thread, which the kernel updates at the end of a wait. leader: the thread
+    whose waits count. wanted: whether the leader wanted a core at the last check, at seen_at."""
 
     total_s: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)
@@ -44,17 +39,17 @@ class Waits:
     seen_at: float = field(default_factory=time.monotonic)
 
     def see(self, threads: dict[str, tuple[float, bool]], now: float) -> None:
-        """Notes what there is. threads: those that live, with seconds and whether each wants a core. One that does
-        takes the lead from one that sleeps or has ended."""
+        """Updates the count. threads: live threads with waiting seconds and whether each wants a core. A thread that
+        does takes the lead from one that sleeps or has ended."""
         more = {name: max(0.0, waited - self.seen.get(name, 0.0)) for name, (waited, _) in threads.items()}
         want = [name for name, (_, wants) in threads.items() if wants] or ([] if self.leader in threads else [*threads])
         before_s, since_s = more.get(self.leader, 0.0), now - self.seen_at
         if self.wanted and self.leader not in threads:
-            before_s = since_s  # nobody knows how long it waited before it ended
+            before_s = since_s  # unknown how long it waited before it ended
         self.total_s += before_s
         if want and self.leader not in want:
             before, self.leader = self.leader, max(want, key=lambda name: more[name])
-            # Both waited one after the other: one that is new behind all of a wait, which began before the last look.
+            # The two waits are consecutive. A new thread's wait follows the whole wait of the old leader.
             most_s = since_s - (0.0 if before in threads and self.leader not in self.seen else before_s)
             self.total_s += max(0.0, min(more[self.leader], most_s))
         self.wanted = self.leader in want
@@ -64,9 +59,9 @@ class Waits:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
-    """Holds a running program. ready: descriptor that tells of its beginning. began: of the fork, then of the program.
-    before_s: CPU time up to then. used_s, used_at: its CPU time when it was last seen to grow, and when that was.
-    reason, error: why it was stopped, by its own fault or by the machinery's. user: as in `Place`."""
+    """A running program. ready: descriptor that reports its start. began: time of the fork, later of the program's
+    start. before_s: CPU time up to then. used_s, used_at: its CPU time, and when it last grew. reason, error: why it
+    was stopped, by its own fault or by the sandbox's. user: as in `Place`."""
 
     pid: int
     channel: socket.socket
@@ -86,22 +81,19 @@ class Job:
     error: str = ""
 
     def own_s(self, cpu_s: float, until: float) -> float:
-        """Returns its seconds without those in which it waited for a core; at least what its CPU time takes on as many
-        cores as it may have threads. until: from when on it has waited, the kernel counts a wait at its end; or now."""
+        """Returns its seconds without waits for a core, and at least its CPU time divided by the number of threads it
+        may have. until: start of a wait in progress, which the kernel counts only at its end; or now."""
         return max(cpu_s / (self.limits.threads + 1), until - self.began - self.waits.total_s)
 
 
 class Jobs:
-    """Holds all running programs, which are confined in one way. running: by process number."""
-
     def __init__(self, way: Confinement, folder: str, readable: tuple[str, ...]) -> None:
-        """Makes ready for programs, each of which gets a directory of its own in `folder`."""
         self.way = way
         self.running: dict[int, Job] = {}
         self.poll = select.poll()
         self._folder = folder
         self._readable = readable
-        self._first_user = FIRST_USER + 64 * secrets.randbelow(USERS)  # other servers have other users
+        self._first_user = FIRST_USER + 64 * secrets.randbelow(USERS)  # different from other servers' users
         self._wake, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -110,13 +102,13 @@ class Jobs:
         self._checked = time.monotonic()
 
     def close(self) -> None:
-        """Takes back what `__init__` did to this process."""
         signal.set_wakeup_fd(-1)
         os.close(self._wake)
         os.close(self._wake_write)
 
     def begin(self, limits: SandboxConfig, channel: socket.socket) -> None:
-        """Starts a child that reads its program from `channel`; the outcome goes there too."""
+        """Starts a child that reads its program from `channel`. The outcome and the output files, or a sandbox error,
+        go there too."""
         used = {job.number for job in self.running.values()}
         number = next(number for number in range(len(used) + 1) if number not in used)
         user = self._first_user + number
@@ -124,7 +116,7 @@ class Jobs:
         opened: list[int] = []
         try:
             os.mkdir(folder, 0o700)
-            os.utime(folder, (0, 0))  # until a file is made in it
+            os.utime(folder, (0, 0))  # modification time 0 until a file is created in it
             if self.way.own_user:
                 os.chown(folder, user, user)
             for name in _OUTPUTS:
@@ -156,10 +148,10 @@ class Jobs:
         )
         self.running[pid] = job
         self.poll.register(ready, select.POLLIN)
-        self.poll.register(channel, 0)  # its other end closes when nobody wants the outcome any more
+        self.poll.register(channel, 0)  # reports when the client closes its end
 
     def turn(self, timeout_ms: int | None) -> list[tuple[int, int]]:
-        """Waits for something to happen, sees to it, and returns what was not about programs."""
+        """Waits for events, handles those of programs, and returns the others."""
         jobs = {handle: job for job in self.running.values() for handle in (job.ready, job.channel.fileno())}
         others = []
         for handle, event in self.poll.poll(timeout_ms):
@@ -174,7 +166,7 @@ class Jobs:
             for job in self.running.values():
                 try:
                     self._check(job)
-                except OSError:  # it has just ended, or somebody took its directory away
+                except OSError:  # it has just ended, or its directory was removed
                     pass
                 except Exception as error:  # of this program alone: the others' go on
                     self._stop(job, error=f"the program could not be watched ({type(error).__name__}: {error})")
@@ -182,7 +174,6 @@ class Jobs:
         return others
 
     def kill_all(self) -> None:
-        """Ends all programs."""
         for job in list(self.running.values()):
             self._stop(job, error="the sandbox's server ends")
             os.waitpid(job.pid, 0)
@@ -201,7 +192,6 @@ class Jobs:
             job.waits.total_s = 0.0
 
     def _check(self, job: Job) -> None:
-        """Stops what is beyond its limits."""
         limits, elapsed = job.limits, time.monotonic() - job.began
         if not job.runs:
             if elapsed > SETUP_S:
@@ -224,18 +214,17 @@ class Jobs:
             self._stop(job, reason="files")
 
     def _files(self, job: Job) -> int:
-        """Counts the files that a program has, those included that are open or mapped and have no name any more."""
+        """Returns the number of a program's files, including open or mapped files without a name."""
         named = len(os.listdir(job.folder))
         with kernel.files_as(job.user) if self.way.own_user else nullcontext():
             return named + len(_nameless(job))
 
     def _stop(self, job: Job, *, reason: str = "", error: str = "") -> None:
-        """Kills a program; the first that is said of it counts."""
         if not (job.reason or job.error):
             job.reason, job.error = reason, error
         with suppress(ProcessLookupError):
             if not self.way.calls:
-                os.killpg(job.pid, signal.SIGKILL)  # what it was free to start
+                os.killpg(job.pid, signal.SIGKILL)  # unfiltered programs may start processes
             os.kill(job.pid, signal.SIGKILL)
 
     def _collect(self) -> None:
@@ -250,7 +239,6 @@ class Jobs:
                 self._report(job, os.waitstatus_to_exitcode(status), usage)
 
     def _report(self, job: Job, status: int, usage: resource.struct_rusage) -> None:
-        """Tells the client, and removes every trace of the program."""
         for handle in (job.ready, job.channel.fileno()):
             with suppress(KeyError):
                 self.poll.unregister(handle)
@@ -266,7 +254,6 @@ class Jobs:
 
 
 def _outcome(job: Job, status: int, usage: resource.struct_rusage) -> dict[str, object]:
-    """Returns what the client is told of a program that has ended."""
     if not job.runs and not job.error:
         job.error = _read_beginning(job)
     cpu_s, now = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s), time.monotonic()
@@ -275,25 +262,24 @@ def _outcome(job: Job, status: int, usage: resource.struct_rusage) -> dict[str, 
         job.error = "something outside of the sandbox killed the program, such as a machine short of memory"
     if job.error:
         return {"error": job.error}
-    # One that was not stopped was within its limit, though a thread's last wait may not have been seen.
+    # A program that was not stopped was within its limit; a thread's last wait may be missing from the count.
     wall_s = min(job.own_s(cpu_s, now), job.limits.wall_s)
     return {"exit": status, "reason": reason, "cpu_s": cpu_s, "wall_s": wall_s}
 
 
 def _read_beginning(job: Job) -> str:
-    """Notes whether a program has begun; returns why it has not, "" where it has."""
+    """Records whether a program has begun; returns why not, or ""."""
     words = os.read(job.ready, MAX_WORDS)
     job.runs = words == BEGUN
     return "" if job.runs else words.decode(errors="replace") or "its process ended before the program began"
 
 
 def longest_s(limits: SandboxConfig) -> float:
-    """Returns the seconds after which a program that got no core is given up; it is not to blame."""
+    """Returns the seconds after which a program that got no core is stopped with a sandbox error."""
     return 10.0 * limits.wall_s + SETUP_S
 
 
 def _reason(job: Job, status: int, cpu_s: float) -> str:
-    """Returns why the kernel ended a program, as far as it was at a limit."""
     if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= job.limits.cpu_s):
         return "cpu"
     full = any(os.fstat(handle).st_size >= job.limits.output_bytes for handle in job.outputs)
@@ -301,12 +287,12 @@ def _reason(job: Job, status: int, cpu_s: float) -> str:
 
 
 def _reply(channel: socket.socket, value: dict[str, object], outputs: list[int]) -> None:
-    with suppress(OSError):  # the client is gone
+    with suppress(OSError):  # the client has closed its end
         send_piece(channel, value, outputs)
 
 
 def _waits_since(job: Job, now: float) -> float:
-    """Returns when a program last had a core, where it wants one; `now` where it does not."""
+    """Returns when a program that wants a core last had one; `now` if it does not want one."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{job.pid}/task"):
             with suppress(OSError):
@@ -316,7 +302,7 @@ def _waits_since(job: Job, now: float) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Returns the CPU time of all threads of a child so far, by its own clock: see clock_getcpuclockid(3)."""
+    """Returns the CPU time of all threads of a child so far: see clock_getcpuclockid(3)."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -328,15 +314,14 @@ def _threads(pid: int) -> int:
 
 
 def _nameless(job: Job) -> set[int]:
-    """Returns the numbers of the files that had a name in a program's directory and that it still holds."""
     found, maps = set[int](), b""
     place = re.escape("/".join(["", *job.folder.split("/")[-2:], ""])).encode()
     mapped = re.compile(rb"^\S+ \S+ \S+ \S+ +(\d+) .*" + place + rb".* \(deleted\)$", re.MULTILINE)
     opened = re.compile(rb".*" + place + rb".* \(deleted\)", re.DOTALL)
-    for thread in os.listdir(f"/proc/{job.pid}/task"):  # the first may have ended, and shows nothing then
+    for thread in os.listdir(f"/proc/{job.pid}/task"):  # the main thread may have ended and shows nothing then
         at = f"/proc/{job.pid}/task/{thread}".encode()
         with suppress(OSError):
-            maps = maps or Path(os.fsdecode(at + b"/maps")).read_bytes()  # the same for all
+            maps = maps or Path(os.fsdecode(at + b"/maps")).read_bytes()  # the same for all threads
             for handle in os.listdir(at + b"/fd"):
                 with suppress(OSError):
                     if opened.fullmatch(os.readlink(at + b"/fd/" + handle)):
@@ -345,17 +330,15 @@ def _nameless(job: Job) -> set[int]:
 
 
 def _fields(stat: str) -> list[bytes]:
-    """Returns what stands behind the name, which a program sets to any bytes: proc(5)."""
+    """Returns the fields after the name, which a program can set to any bytes: proc(5)."""
     return Path(stat).read_bytes().rpartition(b")")[2].split()
 
 
 def _wants(thread: str) -> bool:
-    """Returns whether a thread runs or is ready to, by its directory in /proc."""
     return _fields(f"{thread}/stat")[0] == b"R"
 
 
 def _see_waits(job: Job) -> None:
-    """Notes how long each thread has been ready and had no core, where the kernel counts it."""
     threads: dict[str, tuple[float, bool]] = {}
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{job.pid}/task"):

@@ -1,9 +1,6 @@
-"""Moves the calling process into a file system of its own: a mount namespace, for kernels without Landlock.
-
-In: a directory to mount it on, the paths to show there, limits. Out: a process whose root holds these paths, read
-only, and an empty directory of limited size; when it ends, all of that is gone. Raises OSError where the kernel, or the
-container, allows no namespace. Root needs CAP_SYS_ADMIN; anybody else makes a user namespace first.
-"""
+"""Moves the calling process into its own file system, by a mount namespace, for kernels without Landlock. The new root
+shows the given paths read-only and an empty directory of limited size. Raises OSError if the kernel or the container
+allows no namespace. Root needs CAP_SYS_ADMIN; other users create a user namespace first."""
 
 import os
 from collections.abc import Sequence
@@ -13,12 +10,12 @@ from dapo.sandbox import kernel
 
 FOLDER = "/box"
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 1 << 14, 1 << 18
-# Flags of statvfs that a mount in a user namespace must keep, as mount(2) has them.
+# statvfs flags that a mount in a user namespace must keep, and their mount(2) values.
 _KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 
 
 def enter(folder: str, readable: Sequence[str], limits: SandboxConfig) -> None:
-    """Makes `folder` the root and `FOLDER` in it the working directory."""
+    """Makes `folder` the root directory and `FOLDER` in it the working directory."""
     _leave_the_namespaces()
     kernel.mount("", "/", flags=_RECURSIVE | _PRIVATE)
     size = (limits.files + 1) * limits.output_bytes
@@ -45,10 +42,10 @@ def _leave_the_namespaces() -> None:
 
 
 def _show(path: str, folder: str) -> None:
-    """Binds a path, read only, where it is; a link in its place stays one."""
+    """Binds a path read-only at the same place below `folder`; a symbolic link stays a link."""
     target = f"{folder}{path}"
     if os.path.lexists(target):
-        return  # inside of a path before
+        return  # inside an earlier path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)

@@ -5,8 +5,8 @@
        │ └──exit, reason, files────┘                        │
        └──────────────the program over that socket──────────┘
 
-Its interpreter is warm, so that a program costs milliseconds. It never reads a program, nor what one wrote: these are
-files of memory, which the client gets. Start-up tries ways to confine on a real program and takes the first that holds.
+Its modules are loaded, so that a program costs milliseconds. It never reads a program or its output, which are in
+memory files passed to the client. At start it probes the confinements with a program and uses the first that works.
 """
 
 import fcntl
@@ -36,8 +36,8 @@ from dapo.sandbox.frames import contents, pack, receive_piece
 from dapo.sandbox.jobs import CHECK_MS, Jobs
 from dapo.sandbox.program import Confinement, Program
 
-PREFIX = "dapo-sandbox-"  # of a server's directory
-UNHELD_S = 60.0  # age of a directory that nobody holds, from which on its server is gone and not about to hold it
+PREFIX = "dapo-sandbox-"  # of server directories
+UNHELD_S = 60.0  # age from which an unlocked directory has no server, rather than one that is about to lock it
 PROBE_LIMITS = SandboxConfig(cpu_s=20.0, wall_s=20.0)
 _PROBE = """
 import os, socket
@@ -65,15 +65,14 @@ _NO_WAY = (
 
 
 def main() -> None:
-    """Serves until no client is left."""
     requests, hello = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     settings = json.loads(sys.argv[3])
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(MAX_DESCRIPTORS, hard) if hard >= 0 else MAX_DESCRIPTORS, hard))
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # as long as this process lives
-        os.chmod(folder, 0o711)  # its programs may run as other users
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # until this process ends
+        os.chmod(folder, 0o711)  # programs may run as other users
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         jobs: Jobs | None = None
         try:
@@ -96,9 +95,9 @@ def main() -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Removes what servers left behind that were killed: directories that no living process holds."""
+    """Removes directories of killed servers: those that no living process has locked."""
     for folder in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or held
+        with suppress(OSError):  # another user's, or locked
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +120,6 @@ def _serve(requests: socket.socket, jobs: Jobs) -> None:
 
 
 def _first_that_holds(folder: str, readable: tuple[str, ...], settings: dict[str, Any]) -> Jobs:
-    """Returns jobs that run in the first way to confine that works. Raises ValueError when none does."""
     reasons = [] if kernel.landlock_version() else ["the kernel has no Landlock, or does not use it"]
     for way in _ways(settings["files"], unconfined=settings["allow_unconfined"]):
         jobs = Jobs(way, folder, readable)
@@ -134,7 +132,6 @@ def _first_that_holds(folder: str, readable: tuple[str, ...], settings: dict[str
 
 
 def _ways(files: list[str], *, unconfined: bool) -> list[Confinement]:
-    """Returns the ways to confine, the best first."""
     kinds = [kind for kind in files if kind != "landlock" or kernel.landlock_version()] + [""] * unconfined
     calls = [True] * bpf.is_known_machine() + [False] * unconfined
     users = [True, False] if os.geteuid() == 0 else [False]
@@ -142,7 +139,6 @@ def _ways(files: list[str], *, unconfined: bool) -> list[Confinement]:
 
 
 def _probe(jobs: Jobs, folder: str, packages: list[str]) -> str:
-    """Runs a program that checks what it can reach. Returns what is wrong."""
     imports = "\n".join(f"import {name}" for name in packages)
     way = jobs.way
     readable = python_paths(packages)

@@ -1,1 +1,1 @@
-"""Simulates a fleet, the oversampling buffer against simulated engines: `python -m dapo.simulate`."""
+"""Simulation of the oversampling buffer with simulated engines: `python -m dapo.simulate`."""

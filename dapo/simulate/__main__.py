@@ -1,9 +1,9 @@
 """Plans a fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
 
-The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), next to
-what others do: a fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step
-time, idle share of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle
-submits at once exactly the draws up to the last one needed.
+Runs the real buffer (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), next to other
+strategies: a fixed 3x batch behind a barrier, refilling one for one, and taking what finishes first. Prints step time,
+idle share of the engines, waste and goodput, to size a fleet before renting it. The oracle submits at once exactly the
+draws up to the last one needed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ COLUMNS = (
 def strategy_cells(
     name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float
 ) -> list[str]:
-    """Returns the cells of one line of the table. base: mean step time at staleness 0."""
+    """Returns one row of the table. base: mean step time at staleness 0."""
     drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
     return [
         name,
@@ -56,13 +56,11 @@ def strategy_cells(
 
 
 def workload(given: argparse.Namespace, **rates: Any) -> Workload:
-    """Returns what the options say of the draws. rates: of mixed groups."""
     names = ("n", "median", "sigma", "cap", "wrong_longer", "seed")
     return Workload(**{name: getattr(given, name) for name in names}, **rates)
 
 
 def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
-    """Yields one scenario per number of slots, rate and drift."""
     for slots, rate, drift in itertools.product(given.slots, given.rate, given.rate_drift):
         scenario = Scenario(
             workload=workload(given, rate=rate, rate_drift=drift),
@@ -81,7 +79,7 @@ def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
 
 
 def _within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Returns what reads a number of a kind, and refuses one that is outside."""
+    """Returns a parser for an argparse number that rejects values outside the range."""
 
     def read(text: str) -> float:
         value = kind(text)
@@ -96,7 +94,6 @@ def _within(kind: Callable[[str], float], least: float, most: float = math.inf) 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
     names, count = list(STRATEGIES), _within(int, 1)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
@@ -125,7 +122,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare_layouts(given: argparse.Namespace) -> None:
-    """Prints what layouts of the same number of GPUs do."""
     print(head(layouts.COLUMNS))
     for scenario in scenarios(given):
         switch = given.switch_s * given.tokens_per_s
@@ -134,7 +130,6 @@ def compare_layouts(given: argparse.Namespace) -> None:
 
 
 def compare_strategies(given: argparse.Namespace) -> None:
-    """Prints dapo's strategies and others' side by side."""
     print(head(COLUMNS))
     for scenario in scenarios(given):
         strict = streaming(scenario)
@@ -148,7 +143,6 @@ TABLES = {"strategies": compare_strategies, "layouts": compare_layouts}
 
 
 def main() -> None:
-    """Prints a Markdown table."""
     given = parser().parse_args()
     if given.steps < 2:
         parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")

@@ -1,8 +1,5 @@
-"""Keeps the books of one strategy on one simulated fleet: what was asked for, the clock, and what came of it.
-
-In: a `Scenario`. Out: a `Simulation` that has run. `dapo.simulate.strategies` decides what to start and when to train;
-the fleet is `dapo.simulate.fleet`'s.
-"""
+"""Bookkeeping of one strategy on one simulated fleet: requests, the clock, and results. `dapo.simulate.strategies`
+decides what to start and when to train; `dapo.simulate.fleet` is the fleet."""
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
@@ -20,19 +17,17 @@ RIGHT, WRONG = (
 
 
 def prompt(number: int) -> Prompt:
-    """Returns a prompt of which nothing but the number counts."""
     return Prompt(id=number, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
 
 
 def scored(draw: Draw, right: Iterable[bool]) -> Group:
-    """Returns the group of a draw. right: which of its responses are."""
     return Group(draw=draw, responses=(), scores=tuple(RIGHT if each else WRONG for each in right))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Describes a fleet and its job. batch: mixed groups per update. update, sync: time of an update and of a weight
-    sync, in tokens of one slot. steps: updates to simulate."""
+    """A fleet and its job. batch: mixed groups per update. update, sync: duration of an update and of a weight sync, in
+    tokens of one slot. steps: updates to simulate."""
 
     workload: Workload
     engines: int = 16
@@ -49,17 +44,16 @@ def later(times: Sequence[float]) -> float:
 
 
 class Simulation:
-    """Runs one strategy on one fleet and keeps its books. The engines stand still while they load weights (`sync`), so
-    that real time is the fleet's time plus all pauses. Times are in tokens of one slot.
+    """Runs one strategy on one fleet and records the results. Times are in tokens of one slot.
 
-    generation: per step, the time from the start of its generation to its batch; `oracle` and `work` are for steps that
-    stand alone, once the run is over. trained: draws in the order of training, per step. trained_lengths,
-    mixed_lengths: mean response length of every group trained on, and of every mixed one that ever started, finished
-    or not.
+    The engines pause while they load weights (`sync`), so real time is the fleet's time plus all pauses.
+    generation: per step, the time from the start of its generation to its batch. `oracle` and `work` treat each step
+    alone, after the run. trained: draws in the order of training, per step. trained_lengths, mixed_lengths: mean
+    response length of every group trained on, and of every mixed one that was ever started, finished or not.
     """
 
     def __init__(self, scenario: Scenario, *, lent: int = 0) -> None:
-        """Starts with nothing drawn. lent: engines on the actors' GPUs, which sleep at first."""
+        """lent: engines on the actors' GPUs, which sleep at first."""
         self.scenario = scenario
         self.draws = Draws(scenario.workload)
         self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots, lent=lent)
@@ -80,12 +74,10 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Returns the real time."""
         return self.fleet.now + self._pauses
 
     @property
     def next_end(self) -> float:
-        """Returns when the next response ends; infinite without one."""
         return self.fleet.next_end + self._pauses
 
     def let_time_pass(self, until: float) -> None:
@@ -93,16 +85,15 @@ class Simulation:
         self.fleet.advance(until - self._pauses)
 
     def room(self) -> int:
-        """Counts the draws that may start now: all slots busy, and one draw waiting per engine."""
+        """Returns how many draws may start now: all slots busy, and one draw waiting per engine."""
         n = self.scenario.workload.n
         return (self.fleet.capacity + self.fleet.awake * n - self.fleet.in_flight) // n
 
     def foretold(self, index: int) -> Attempt:
-        """Returns what a draw gives if it starts now."""
+        """Returns the result of a draw if it starts now."""
         return self.draws.attempt(index, self.version)
 
     def start(self, index: int) -> None:
-        """Sends a draw to the fleet."""
         attempt = self.attempts[index] = self.foretold(index)
         self._versions[index] = self.version
         if attempt.is_mixed:
@@ -110,7 +101,6 @@ class Simulation:
         self.fleet.submit(index, attempt.lengths)
 
     def start_next(self, count: int) -> range:
-        """Sends the next `count` draws to the fleet and returns their indices."""
         batch = range(self._following, self._following + count)
         self._following = batch.stop
         for index in batch:
@@ -118,31 +108,27 @@ class Simulation:
         return batch
 
     def step(self) -> Ended:
-        """Runs to the end of the next response."""
         ended = self.fleet.step()
         if ended.last:
             self._generated_tokens += self.attempts[ended.draw].tokens
         return ended
 
     def next_finished(self) -> int:
-        """Runs until a draw is complete and returns it."""
         while not (ended := self.step()).last:
             pass
         return ended.draw
 
     def abort(self, indices: Collection[int]) -> int:
-        """Ends these draws and returns the tokens that the unfinished ones had made, which are wasted."""
+        """Aborts these draws and returns the (wasted) tokens of the unfinished ones."""
         made = self.fleet.abort(indices)
         self._generated_tokens += made
         self.wasted_tokens += made
         return made
 
     def group(self, index: int) -> Group:
-        """Returns the scored group of a finished draw."""
         return scored(Draw(index=index, prompt=prompt(index)), self.attempts[index].right)
 
     def closed(self, trained: Sequence[int]) -> None:
-        """Records that a batch is complete."""
         self.generation.append(self.now - self._began)
         self.trained.append(tuple(trained))
         for index in trained:
@@ -159,7 +145,6 @@ class Simulation:
         self._began = self.now
 
     def update(self) -> None:
-        """Runs the update, while the fleet stands still."""
         self.fleet.advance(self.fleet.now + self.scenario.update)
         self.updated()
 
@@ -169,17 +154,17 @@ class Simulation:
 
     @property
     def oracle(self) -> list[float]:
-        """Returns, per step, the time to generate what it used up, all submitted at once."""
+        """Per step, the time to generate what it used up, all submitted at once."""
         return [alone.now for alone in self._oracles]
 
     @property
     def work(self) -> list[float]:
-        """Returns, per step, the time that what it used up would take in slots that are never free."""
+        """Per step, the time that what it used up would take in slots that are never idle."""
         return [alone.busy / alone.capacity for alone in self._oracles]
 
     @functools.cached_property
     def _oracles(self) -> list[Fleet]:
-        """Returns the fleets that generate nothing else: they cost as much as the run, and few ask."""
+        """One fleet per step that generates only its attempts. Lazy, because it costs as much as the run."""
         return [self._generated(attempts) for attempts in self._alone]
 
     def _generated(self, attempts: Iterable[Attempt]) -> Fleet:
@@ -192,31 +177,28 @@ class Simulation:
 
     @property
     def steps(self) -> list[float]:
-        """Returns the times from update to update."""
         return [end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False)]
 
     @property
     def lent(self) -> float:
-        """Returns the share of the slot time of as many lent engines that these had a response."""
+        """Busy slot time of the lent engines, as a share of the slot time of `engines` engines."""
         return self.fleet.lent_busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
 
     @property
     def idle(self) -> float:
-        """Returns the share of the engines' slot time without a response."""
+        """Share of the engines' slot time without a response."""
         return 1.0 - self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
 
     @property
     def goodput(self) -> float:
-        """Returns trained tokens over generated ones."""
+        """Trained tokens over generated ones."""
         return self._trained_tokens / self._generated_tokens
 
     @property
     def wasted(self) -> float:
-        """Returns the share of tokens generated for nothing: surplus, aborted; a group that is not mixed is no waste of
-        the strategy's."""
+        """Share of tokens of surplus or aborted groups; groups that are not mixed do not count."""
         return self.wasted_tokens / self._generated_tokens
 
     @property
     def staleness(self) -> float:
-        """Returns the mean over groups."""
         return sum(self._staleness) / len(self._staleness)

@@ -1,8 +1,6 @@
-"""Simulates a fleet of engines: draws with random lengths and verdicts in, events out.
-
-A response holds one slot of one engine for as many seconds as it has tokens times the time of a token; an engine with
-no free slot queues. Nothing here knows how draws are chosen: `dapo.simulate` asks the same buffer as a real run does.
-"""
+"""Simulates a fleet of engines that generate draws with random lengths and verdicts. A response occupies one slot of
+one engine for its number of tokens times the time per token; an engine without a free slot queues. How draws are chosen
+is decided elsewhere, by the same buffer as in a real run."""
 
 import heapq
 import math
@@ -13,16 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK = 256
-LEAST_RATE = 0.01  # of mixed groups, however it drifts: without any no batch would be full
+LEAST_RATE = 0.01  # of mixed groups, despite drift: without any, no batch would fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Describes what the draws are like. rate: share of draws whose group is mixed, drifting by `rate_drift` per 1,000
-    draws.
-
-    Lengths are log-normal in tokens, cut at `cap`. wrong_longer: factor on the length of wrong responses.
-    """
+    """Distribution of the draws. rate: share of draws with a mixed group, changing by `rate_drift` per 1,000 draws.
+    Lengths are log-normal in tokens, truncated at `cap`. wrong_longer: factor on the length of wrong responses."""
 
     n: int = 16
     rate: float = 0.5
@@ -36,25 +31,24 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. right: which of them are."""
+    """Result of one start of a draw. lengths: of its n responses, in tokens. right: which of them are correct."""
 
     lengths: tuple[int, ...]
     right: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens of all responses."""
         return sum(self.lengths)
 
     @property
     def is_mixed(self) -> bool:
-        """Says whether some responses are right and some wrong."""
+        """Whether some responses are correct and some wrong."""
         return any(self.right) and not all(self.right)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Says which response of which draw ended. last: the draw is complete with it."""
+    """A response that ended. last: its draw is complete with it."""
 
     draw: int
     sample: int
@@ -62,15 +56,14 @@ class Ended:
 
 
 class Draws:
-    """Makes lengths and verdicts by draw and policy version. As in a real run, where the version is part of the
-    sampling seed, a draw that starts again at a later version gives other responses."""
+    """Generates lengths and verdicts by draw and policy version. As in a real run, where the version is part of the
+    sampling seed, a restart at a later version gives other responses."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._chunks: dict[tuple[int, int], list[Attempt]] = {}
 
     def attempt(self, index: int, version: int) -> Attempt:
-        """Returns what the draw gives when it starts at that version."""
         chunk, place = divmod(index, CHUNK)
         if (version, chunk) not in self._chunks:
             self._chunks[version, chunk] = self._make(version, chunk)
@@ -92,14 +85,14 @@ class Draws:
 
 
 class Fleet:
-    """Simulates `engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot; `now`
-    stands still while the fleet is paused."""
+    """`engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot; `now` does not
+    advance while the fleet is paused."""
 
     def __init__(self, *, engines: int, slots: int, lent: int = 0) -> None:
         self.now = 0.0
         self.busy = self.lent_busy = 0.0  # slot-time in use, of the engines and of those that are lent
         self.in_flight = 0  # responses submitted and not finished
-        self.ended = self.ended_tokens = 0  # responses that came to their end
+        self.ended = self.ended_tokens = 0  # finished responses
         self.awake = engines
         self._engines, self._lent, self._slots = engines, lent, slots
         self._free = [slots] * (engines + lent)
@@ -107,26 +100,23 @@ class Fleet:
         self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
         self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
         self._began: dict[tuple[int, int], float] = {}
-        self._left: dict[int, int] = {}  # responses of a draw that did not end
-        self._made: dict[int, int] = {}  # tokens of those that did, for unfinished draws
-        self._put_down: dict[tuple[int, int], float] = {}  # tokens of responses that wait to go on
+        self._left: dict[int, int] = {}  # unfinished responses of a draw
+        self._made: dict[int, int] = {}  # tokens of finished responses of unfinished draws
+        self._put_down: dict[tuple[int, int], float] = {}  # tokens so far of interrupted responses
 
     @property
     def capacity(self) -> int:
-        """Counts the slots of the engines that are awake."""
         return self.awake * self._slots
 
     @property
     def queued(self) -> int:
-        """Counts the responses that wait for a slot."""
         return sum(map(len, self._queues))
 
     def wake(self) -> None:
-        """Lets the lent engines take what is submitted from now on."""
         self.awake = self._engines + self._lent
 
     def sleep(self) -> None:
-        """Ends the lent engines' part: what they run and what waits for them goes on elsewhere, before what is new."""
+        """Puts the lent engines to sleep; their responses continue on other engines, before new ones."""
         self.awake = self._engines
         moved = sorted(key for engine in range(self._engines, len(self._queues)) for key in self._queues[engine])
         for _, engine, draw, sample in self._events:
@@ -150,7 +140,7 @@ class Fleet:
         return min(range(self.awake), key=lambda e: len(self._queues[e]) - self._free[e])
 
     def submit(self, index: int, lengths: tuple[int, ...]) -> None:
-        """Sends all responses of a draw to the engine with the fewest."""
+        """Sends all responses of a draw to the least loaded engine."""
         engine = self._least_loaded()
         n = len(lengths)
         self._lengths[index] = lengths
@@ -171,18 +161,16 @@ class Fleet:
 
     @property
     def next_end(self) -> float:
-        """Returns when the next response ends; infinite without one."""
         return self._events[0][0] if self._events else math.inf
 
     def advance(self, now: float) -> None:
-        """Lets time pass, at most to the next end."""
+        """Advances the time, at most to the next end."""
         slots, edge = self._slots, self._engines
         self.busy += (edge * slots - sum(self._free[:edge])) * (now - self.now)
         self.lent_busy += (self._lent * slots - sum(self._free[edge:])) * (now - self.now)
         self.now = now
 
     def step(self) -> Ended:
-        """Runs to the end of the next response."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         del self._began[index, sample]
@@ -198,7 +186,7 @@ class Fleet:
         return Ended(index, sample, last)
 
     def abort(self, indices: Collection[int]) -> int:
-        """Ends these draws, running or waiting, and returns the tokens that the unfinished ones had made."""
+        """Aborts these draws, running or waiting, and returns the tokens of the unfinished ones."""
         gone = {index for index in indices if index in self._left}
         if not gone:
             return 0
@@ -222,7 +210,6 @@ class Fleet:
         return made
 
     def _release(self, engine: int) -> None:
-        """Frees a slot: the next response of the engine's queue takes it."""
         if self._queues[engine]:
             self._begin(engine, *self._queues[engine].popleft())
         else:

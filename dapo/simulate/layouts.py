@@ -1,8 +1,6 @@
-"""Compares what may be done with the same GPUs: two pools, one pool in turns, two pools of which one lends.
-
-The engines' pool and the actors' have as many GPUs each. An update on all of them takes half as long: it is assumed to
-scale. A switch is what engines take to sleep, or to wake, on GPUs that actors use too, with what the actors move.
-"""
+"""Compares layouts of the same GPUs: two pools, one time-shared pool, two pools of which one lends. The engines' pool
+and the actors' pool have the same number of GPUs. An update on all of them is assumed to take half as long. A switch is
+the time for engines to sleep or wake on GPUs that actors use too, including what the actors move."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,7 @@ COLUMNS = ("layout", "GPUs", "staleness", "mixed rate", "step s", "engines' GPUs
 
 
 def rows(scenario: Scenario, switch: float, gpus_per_engine: int, seconds_per_token: float) -> Iterator[list[str]]:
-    """Yields one line of the table per layout. switch: its time, in tokens of one slot."""
+    """Yields one row per layout. switch: its duration, in tokens of one slot."""
     half = scenario.engines * gpus_per_engine
     slots = scenario.engines * scenario.slots
     lending = Lending(own=slots, lent=slots, wake_s=switch, sleep_s=switch)
@@ -39,5 +37,4 @@ def rows(scenario: Scenario, switch: float, gpus_per_engine: int, seconds_per_to
 
 
 def training(run: Simulation, update: float) -> float:
-    """Returns the share of the time that the updates took."""
     return update * run.version / sum(run.steps)

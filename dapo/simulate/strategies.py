@@ -1,8 +1,6 @@
-"""Simulates what dapo and others do with a fleet: one function per strategy, a scenario in, what came of it out.
-
-dapo's policy is the buffer of a real run (`dapo.sampling.buffer`); the others are a fixed multiple of the batch behind
-a barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulate.books`'s.
-"""
+"""Simulates strategies of dapo and others: one function each, from a scenario to its results. dapo's policy is the
+buffer of a real run (`dapo.sampling.buffer`). The others are a fixed multiple of the batch behind a barrier, refilling
+one for one, and taking what finishes first. `dapo.simulate.books` keeps clock and records."""
 
 import math
 from collections.abc import Callable
@@ -11,22 +9,21 @@ from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 
-FACTOR = 3  # times the batch, of who draws a fixed number
+FACTOR = 3  # times the batch, for strategies with a fixed number of draws
 
 
 class Lender:
-    """Wakes engines on the actors' GPUs while the actors wait for a batch that is far from full, and gives the GPUs
-    back when it is. awake_at: when engines that wake now will serve; infinite where none do."""
+    """Wakes engines on the actors' GPUs while the batch is far from full, and returns the GPUs when it is full.
+    awake_at: when engines that wake now will serve; infinite if none are waking."""
 
     def __init__(self, run: Simulation, buffer: OversamplingBuffer, lending: Lending | None) -> None:
-        """Lends nothing where `lending` is None."""
         self.awake_at = math.inf
         self._run, self._buffer, self._lending = run, buffer, lending
         self._lent = False
 
     def consider(self) -> None:
-        """Begins to wake the engines where `Lending.gain_s` says that it pays. What waits is what the batch misses by
-        the demand estimate, and what no slot is free for."""
+        """Starts to wake the engines if `Lending.gain_s` is positive. Pending work is what the batch lacks by the
+        demand estimate, plus the queued responses."""
         run, buffer = self._run, self._buffer
         if self._lending is None or self._lent or not buffer.collecting or not run.fleet.ended:
             return
@@ -37,12 +34,11 @@ class Lender:
             self.awake_at = run.now + self._lending.wake_s
 
     def wake(self) -> None:
-        """Lets the engines serve."""
         self.awake_at = math.inf
         self._run.fleet.wake()
 
     def give_back(self) -> float:
-        """Puts the engines to sleep and returns how long that takes; what they ran goes on in the others."""
+        """Puts the engines to sleep and returns how long that takes; their responses continue on the other engines."""
         if self._lending is None or not self._lent:
             return 0.0
         self._lent, self.awake_at = False, math.inf
@@ -57,8 +53,8 @@ def streaming(
     admission: str = DRAW_ORDER,
     lending: Lending | None = None,
 ) -> Simulation:
-    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on. lending: as
-    many engines more, on the actors' GPUs, help where that pays; its times are in tokens of one slot."""
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they continue. lending: as
+    many additional engines, on the actors' GPUs, help when that pays; times in tokens of one slot."""
     run = Simulation(scenario, lent=scenario.engines if lending else 0)
     buffer = OversamplingBuffer(
         train_batch_size=scenario.batch,
@@ -106,8 +102,7 @@ def streaming(
 
 
 def barrier(scenario: Scenario) -> Simulation:
-    """Waits for `FACTOR` times the batch; the first mixed groups are trained on, the rest thrown away. Too few:
-    the same again."""
+    """Waits for `FACTOR` times the batch, trains on the first mixed groups and drops the rest; repeats if too few."""
     return _in_rounds(scenario, lambda missing: FACTOR * scenario.batch)
 
 
@@ -117,7 +112,7 @@ def refill_in_rounds(scenario: Scenario) -> Simulation:
 
 
 def _in_rounds(scenario: Scenario, draws: Callable[[int], int]) -> Simulation:
-    """Waits for rounds of draws until a batch is mixed. draws: how many a round has, by the missing groups."""
+    """Waits for rounds of draws until a batch is mixed. draws: size of a round, by the number of missing groups."""
     run = Simulation(scenario)
     for _ in range(scenario.steps):
         mixed: list[int] = []
@@ -134,7 +129,7 @@ def _in_rounds(scenario: Scenario, draws: Callable[[int], int]) -> Simulation:
 
 
 def refill(scenario: Scenario) -> Simulation:
-    """Starts a batch of draws; each that turns out useless is replaced by one more."""
+    """Starts a batch of draws; each useless one is replaced by one more."""
     run = Simulation(scenario)
     for _ in range(scenario.steps):
         mixed: list[int] = []
@@ -151,8 +146,8 @@ def refill(scenario: Scenario) -> Simulation:
 
 
 def first_finished(scenario: Scenario) -> Simulation:
-    """Starts `FACTOR` times the batch; the mixed groups that finish first are trained on, the rest is cut off. Too
-    few: the same again."""
+    """Starts `FACTOR` times the batch, trains on the first mixed ones to finish, aborts the rest; repeats if too
+    few."""
     run = Simulation(scenario)
     for _ in range(scenario.steps):
         mixed: list[int] = []

@@ -1,1 +1,1 @@
-"""Keeps what survives a crash: the claimed run directory and whole checkpoints."""
+"""State that survives a crash: the claimed run directory and its checkpoints."""

@@ -1,9 +1,5 @@
-"""Compares the configuration of a run that goes on with the one that it was trained with: which changes alter its
-meaning, and which do not.
-
-In: two configurations as plain containers. Out: the changed keys with both values, and the class of each. A key that
-is in neither list counts as one that alters the meaning, and a test asks for its class.
-"""
+"""Compares the configuration of a resumed run with the one it was trained with: which changes alter its meaning. A key
+that is in neither list counts as one that alters the meaning; a test requires an entry for every key."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -33,7 +29,7 @@ MEANING = (  # what is trained, on which data, towards which objective
     "trainer.seed",
     "trainer.only",
 )
-HARMLESS = (  # how fast, for how long, how often, with what; and the course of the learning rate
+HARMLESS = (  # speed, duration, frequency, resources; and the learning-rate schedule
     "model.trust_remote_code",
     "model.attn_implementation",
     "model.gradient_checkpointing",
@@ -99,14 +95,12 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.ray_address",
     "trainer.colocate",
 )
-COURSE = ("actor.optim",)  # of the harmless ones: what the weights become all the same
+COURSE = ("actor.optim",)  # harmless ones that change the weights all the same
 JUDGE = "reward.judge"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Holds a key whose value differs. Made by `changes`; `str` gives it in words."""
-
     key: str
     there: Any
     here: Any
@@ -116,7 +110,6 @@ class Change:
 
 
 def alters_meaning(key: str) -> bool:
-    """Returns the class of a key."""
     meaning, harmless = (
         max((len(entry) for entry in table if covers(entry, key)), default=0) for table in (MEANING, HARMLESS)
     )
@@ -124,21 +117,19 @@ def alters_meaning(key: str) -> bool:
 
 
 def alters_course(key: str) -> bool:
-    """Returns whether the weights become others with another value of a key: also where the run means the same."""
+    """Whether another value leads to other weights, also if the run means the same."""
     return alters_meaning(key) or any(covers(entry, key) for entry in COURSE)
 
 
 def covers(entry: str, key: str) -> bool:
-    """Returns whether `entry` is the key itself or a section around it."""
+    """Whether `entry` is the key itself or a section around it."""
     return f"{key}.".startswith(f"{entry}.")
 
 
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
-    """Returns what differs, in the order of the configuration.
-
-    there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared, nor are secrets,
-    which a recorded configuration lacks, nor the judge's keys where neither asks one: a default may have been another.
-    """
+    """Returns what differs, in the order of the configuration. there, here: as `dataclasses.asdict` of a `Config`, or
+    parts of it. Not compared: other keys, secrets, which a recorded configuration lacks, and the judge's keys if
+    neither uses a judge, because a default may have changed."""
     before, after = values(redacted(there)), values(redacted(here))
     asks = any(_asks_a_judge(each) for each in (before, after))
     compared = [key for key in before if asks or not covers(JUDGE, key)]
@@ -152,24 +143,20 @@ def _asks_a_judge(config: dict[str, Any]) -> bool:
 
 
 def values(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value of every key, its default where the configuration lacks it."""
     return {one.name: value_of(config, one.name, one.default) for one in keys(Config) if ITEM not in one.name}
 
 
 def check_accepted(accepted: Sequence[str]) -> None:
-    """Raises ValueError where `checkpoint.accept_changes` names what is neither a key nor a section."""
     for name in accepted:
         if name not in known_keys():
             raise ValueError(f"`checkpoint.accept_changes` names `{name}`, which is no key; {hint(name)}")
 
 
 def is_accepted(key: str, accepted: Iterable[str]) -> bool:
-    """Returns whether `checkpoint.accept_changes` lists the key or a section around it."""
     return any(covers(entry, key) for entry in accepted)
 
 
 def value_of(config: Any, key: str, default: Any = None) -> Any:
-    """Returns the value of a dotted key, the default where it is absent."""
     for part in key.split("."):
         if not isinstance(config, dict) or part not in config:
             return [_plain(item) for item in default] if isinstance(default, list) else default

@@ -1,12 +1,9 @@
-"""Writes checkpoints: one directory per step, complete or not there at all.
-
-In: a step and whatever the caller and the actors write into the directory they are given. Out: the newest directory
-whose every byte is as written.
+"""Writes checkpoints: one directory per step, complete or absent.
 
     step_N.TOKEN.tmp ─sealed─▶ step_N          (`dapo.state.manifest` seals and verifies)
     a former step_N ──▶ step_N.aside ──▶ removed once the new one and `LATEST` are in place
 
-At every moment one of these directories is whole, and `recover` finds it after a crash.
+At every moment one of these directories is intact, and `recover` finds it after a crash.
 """
 
 import asyncio
@@ -25,16 +22,16 @@ from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
 log = logging.getLogger(__name__)
 
-LATEST = "LATEST"  # for people and scripts; the newest whole checkpoint counts, whatever it says
+LATEST = "LATEST"  # for users and scripts; dapo itself takes the newest intact checkpoint
 STEP_NAME = re.compile(r"step_(\d{6,})")
-TEMPORARY = ".tmp"  # being written: whole once its manifest is there
-ASIDE = ".aside"  # whole, until another one of the same step is in its place
-CONDEMNED = ".gone"  # being removed: never whole again
-LEFT = "left_"  # in place of `step_`: of a course that `checkpoint.resume` went back from
+TEMPORARY = ".tmp"  # being written: complete once its manifest exists
+ASIDE = ".aside"  # intact, until the new one of the same step is in place
+CONDEMNED = ".gone"  # being removed, never used again
+LEFT = "left_"  # replaces `step_`: of a branch abandoned by `checkpoint.resume`
 
 
 class CheckpointStore:
-    """Owns the checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
+    """The checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
 
     def __init__(
         self,
@@ -46,12 +43,10 @@ class CheckpointStore:
         guard: Callable[[], None] = lambda: None,
         placed: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Opens the store at root, usually OUTPUT_DIR/checkpoints, which need not exist.
-
-        keep: newest checkpoints kept, 0 = all. origin: a checkpoint of another run that counts while there is none
-        here. record: adds what the run knows of itself to a checkpoint. guard: raises where the run may not write any
-        more. placed: called with the step of each checkpoint that is in its place.
-        """
+        """root: usually OUTPUT_DIR/checkpoints, need not exist. keep: number of newest checkpoints to keep, 0 = all.
+        origin: a checkpoint of another run, used while there is none here. record: adds the run's own files to a
+        checkpoint. guard: raises if the run may not write any more. placed: called with the step of each checkpoint
+        that is in its place."""
         self._root = root
         self._keep = keep
         self._origin = origin
@@ -59,28 +54,25 @@ class CheckpointStore:
         self._guard = guard
         self._placed = placed
         self._writing = asyncio.Lock()
-        self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
+        self._faults: dict[Path, str] = {}  # "": intact. Only this process writes here: nothing is hashed twice
         self._misnamed: str | None = None
         self._back: tuple[Path, list[Path]] | None = None  # the checkpoint to go back to, and later ones still there
-        # Whether groups sampled before still mean what they did, and the prompts are those that the history of them is
-        # of; true of what is written here.
+        # Whether groups sampled before keep their meaning, and whether the prompt history is of the same prompts.
         self.keeps_groups = self.keeps_history = True
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Path]:
-        """Yields a directory to write the checkpoint of `step` into: committed at the end, removed when the body
-        raises.
+        """Yields a directory to write the checkpoint of `step` into: committed at the end, removed if the body raises.
 
-        Hashing and moving files is left to a thread, so that generation can go on meanwhile. A checkpoint of the same
-        step is replaced. Later ones are set aside: they belong to a course that resuming has left. A second call waits
-        for the first one. A cancellation after the body does not undo what it wrote: it is raised once that is
-        committed.
+        Hashing and moving runs in a thread, so that generation can go on. A checkpoint of the same step is replaced.
+        Later ones are renamed: they belong to a branch that resuming has abandoned. A second call waits for the first
+        one. A cancellation after the body is raised after the commit.
         """
         async with self._writing:
-            self._guard()  # or what another run is writing by now would be cleared away
+            self._guard()  # before clearing: another run may own the directory now
             self._root.mkdir(parents=True, exist_ok=True)
             self._clear()
-            # Named anew each time: a rank that still writes for a save that was given up writes nowhere else.
+            # A new name each time: a rank that still writes for an abandoned save must not write here.
             temporary = self._root / f"step_{step:06d}.{secrets.token_hex(4)}{TEMPORARY}"
             temporary.mkdir()
             try:
@@ -88,7 +80,7 @@ class CheckpointStore:
                 with waiting(f"the checkpoint of step {step} to be hashed and moved into its place"):
                     await _to_its_end(self._seal_and_commit, step, temporary)
             except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)  # not there any more once it is committed
+                shutil.rmtree(temporary, ignore_errors=True)  # already renamed if committed
                 raise
 
     def _seal_and_commit(self, step: int, temporary: Path) -> None:
@@ -104,7 +96,7 @@ class CheckpointStore:
         self.keeps_groups = self.keeps_history = True
 
     def _place(self, temporary: Path, final: Path) -> None:
-        """Puts a sealed directory where it belongs. Where that fails, the former one is back."""
+        """Moves a sealed directory to its final name; on failure, the former one is restored."""
         self._faults.pop(final, None)
         aside = final.with_name(final.name + ASIDE)
         if final.exists():
@@ -127,9 +119,9 @@ class CheckpointStore:
     def recover(self) -> None:
         """Finishes or undoes what a crash interrupted. Only for the run that owns the directory, before it reads.
 
-        A sealed directory that is whole becomes the checkpoint of its step; one that was moved aside for it comes back
-        if nothing whole is in its place. All other left-overs are removed.
-        Raises UnreadableCheckpoint, before anything else is removed, where it cannot tell what is whole.
+        An intact sealed directory becomes the checkpoint of its step; one that was moved aside is restored if nothing
+        intact is in its place; other left-overs are removed. Raises UnreadableCheckpoint, before anything else is
+        removed, if it cannot tell what is intact.
         """
         if not self._root.is_dir():
             return
@@ -150,7 +142,6 @@ class CheckpointStore:
         self._clear()
 
     def _clear(self) -> None:
-        """Removes what is left over of saves that failed."""
         for left_over in self._root.glob(f"*{TEMPORARY}"):
             remove(left_over)
         for left_over in self._root.glob(f"*{CONDEMNED}"):
@@ -160,11 +151,11 @@ class CheckpointStore:
                 self._discard(aside)
 
     def latest(self) -> Path | None:
-        """Returns the newest checkpoint that is whole, `origin` when there is none at all, else None.
+        """Returns the newest intact checkpoint, `origin` if there is none at all, else None. Hashes it unless done
+        before: minutes if it is large.
 
-        Hashes what it returns unless it has done so before: minutes where it is large.
-        Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss; and
-        UnreadableCheckpoint, for the same reason, where one cannot be read that is newer than all that are whole.
+        Raises ValueError if there are checkpoints but none is intact, because starting again would be a silent loss;
+        for the same reason UnreadableCheckpoint if one cannot be read that is newer than all intact ones.
         """
         broken: list[str] = []
         for path in sorted(self._steps(), key=step_of, reverse=True):
@@ -185,8 +176,7 @@ class CheckpointStore:
         return self._origin
 
     def check(self, path: Path) -> None:
-        """Raises BrokenCheckpoint, or UnreadableCheckpoint, unless the checkpoint is whole; none that could be read is
-        hashed twice."""
+        """Raises BrokenCheckpoint or UnreadableCheckpoint unless the checkpoint is intact. Hashes it only once."""
         if path not in self._faults:
             try:
                 verify(path)
@@ -207,21 +197,18 @@ class CheckpointStore:
         return True
 
     def completed(self, total_steps: int) -> Path | None:
-        """Returns the newest whole checkpoint when it is of step `total_steps` or later; None while there is more to
-        train."""
         newest = self.latest()
         return newest if newest is not None and step_of(newest) >= total_steps else None
 
     def go_back_to(self, path: Path) -> list[Path]:
-        """Takes `path` for the newest from now on, and returns the later ones, which stay as they are until
-        `leave_later`. Raises BrokenCheckpoint, or UnreadableCheckpoint, where `path` is not whole."""
+        """Makes `path` the newest; returns the later ones, which stay until `leave_later`. Raises as `check` does."""
         self.check(path)
         later = sorted(found for found in self._steps() if step_of(found) > step_of(path))
         self._back = path, later
         return later
 
     def leave_later(self) -> None:
-        """Renames the checkpoints that `go_back_to` has returned, so that no start finds them."""
+        """Renames the checkpoints that `go_back_to` returned, so that no start finds them."""
         if self._back is None:
             return
         path, later = self._back
@@ -237,7 +224,6 @@ class CheckpointStore:
         path.replace(left)
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint, whole or not."""
         return [step_of(path) for path in self._steps()]
 
     def _steps(self) -> list[Path]:
@@ -248,7 +234,6 @@ class CheckpointStore:
         return [path for path in there if path.is_dir()]
 
     def _check_name(self, taken: Path) -> None:
-        """Says where `LATEST` names another checkpoint than the one that is taken."""
         if self._back is not None:
             return
         try:
@@ -257,22 +242,22 @@ class CheckpointStore:
             return
         except (OSError, UnicodeDecodeError) as error:
             name = f"nothing that can be read ({error})"
-        if name != taken.name and name != self._misnamed:  # told once
+        if name != taken.name and name != self._misnamed:  # warn once
             self._misnamed = name
             log.warning("%s names %r; the newest whole checkpoint is %s", self._root / LATEST, name, taken.name)
 
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
         for path in [path for path in self._steps() if step_of(path) > written]:
-            self._leave(path)  # it may be all that is left of another course
+            self._leave(path)  # may be all that is left of another branch
         for path in earlier[self._keep - 1 :] if self._keep > 0 else []:
             try:
                 self._discard(path)
-            except OSError as error:  # no fault of the one that was just written
+            except OSError as error:  # the new checkpoint is not affected
                 log.warning("%s cannot be removed (%s)", path, error)
 
     def _discard(self, path: Path) -> None:
-        """Renames before removing, so that a crash midway leaves a left-over and not half a checkpoint."""
+        """Renames before removing, so that a crash leaves a left-over and not half a checkpoint."""
         self._faults.pop(path, None)
         condemned = path.with_name(f"{path.name}.{secrets.token_hex(4)}{CONDEMNED}")
         path.replace(condemned)
@@ -280,7 +265,6 @@ class CheckpointStore:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint directory, from its name."""
     match = STEP_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is no checkpoint; its name must be step_ and at least six digits")

@@ -1,4 +1,4 @@
-"""Writes files that a crash leaves either old or new, never half written; reads what is there at a later try alone."""
+"""Crash-safe file writes (old or new content, never half), and reads that retry."""
 
 import logging
 import os
@@ -10,14 +10,14 @@ from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
-TRIES, WAIT_S = 4, 1.0  # of a read; the second wait is twice as long as the first, and so on
-NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of all that a read may raise, these are facts
+TRIES, WAIT_S = 4, 1.0  # of a read; each wait is twice as long as the one before
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors of a read that a retry does not change
 
 T = TypeVar("T")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by `text` at once: a reader, and a crash at any moment, sees the old file or the new one."""
+    """Replaces `path` atomically: a reader, or a crash at any moment, sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -28,7 +28,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable: without it a renamed file may have its old name after a crash."""
+    """Makes the names in a directory durable: without it, a renamed file may have its old name after a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -37,8 +37,7 @@ def sync_directory(path: Path) -> None:
 
 
 def tried(read: Callable[[], T]) -> T:
-    """Returns what `read` does, also where only a later try works, for a disk or a network file system fails now and
-    then. Raises what the last try did, and one of `NOT_THERE` at once."""
+    """Retries `read`: disks and network file systems fail now and then. Raises `NOT_THERE` errors at once."""
     for number in range(1, TRIES):
         try:
             return read()
@@ -50,7 +49,7 @@ def tried(read: Callable[[], T]) -> T:
 
 
 def remove(path: Path) -> None:
-    """Removes a left-over. What cannot be removed is told, and is in nobody's way."""
+    """Removes a left-over; a directory that cannot be removed is only logged."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -60,7 +59,7 @@ def remove(path: Path) -> None:
 
 
 def free_space(directory: Path) -> str:
-    """Returns in words how much more the disk takes, for errors: torch does not name a full one as the cause."""
+    """Describes the free space for errors: torch does not name a full disk as the cause."""
     try:
         return f"{shutil.disk_usage(directory).free >> 20} MiB are free"
     except OSError as error:

@@ -1,7 +1,4 @@
-"""Records what a run reads, and sees when that is not what it read before; reads its recorded configuration.
-
-In: a line of text per input (`dapo.data.origins`). Out: `inputs.json` in the output directory, and what changed.
-"""
+"""Records what a run reads (`inputs.json`) and detects changes; reads its recorded configuration."""
 
 import json
 from pathlib import Path
@@ -15,7 +12,6 @@ INPUTS = "inputs.json"
 
 
 def read_inputs(folder: Path) -> dict[str, str]:
-    """Returns what was recorded in a folder; nothing where nothing was."""
     try:
         found = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -24,22 +20,20 @@ def read_inputs(folder: Path) -> dict[str, str]:
 
 
 def inputs_text(found: dict[str, str]) -> str:
-    """Returns the content of `inputs.json`."""
     return json.dumps(redacted(found), indent=1) + "\n"
 
 
 def changed_inputs(before: Path | None, found: dict[str, str]) -> list[str]:
-    """Returns a line for each that is another one in the folder `before`."""
     there = read_inputs(before) if before else {}
     here: dict[str, str] = redacted(found)
     return [f"`{key}` was {there[key]}, and is {now}" for key, now in here.items() if there.get(key, now) != now]
 
 
 def read_config(file: Path, where: str) -> dict[str, Any]:
-    """Returns the recorded configuration. where: the directory, for the ValueError that a damaged file raises."""
+    """where: the directory, for the ValueError that a damaged file raises."""
     try:
         recorded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except Exception as error:  # whatever a YAML parser raises over a damaged file
+    except Exception as error:  # a YAML parser raises anything on a damaged file
         reason = f"{where} holds a run whose {file.name} cannot be read ({error})"
         raise ValueError(f"{reason}; restore it or give a new directory") from error
     return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}

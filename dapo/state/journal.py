@@ -2,13 +2,13 @@
 
     append ─▶ queue ─▶ thread: encode, write at once, fsync once a second ─▶ journal/after_VERSION.log ─▶ read
 
-In: records of bytes from the event loop, which waits for none of it. Out: the whole records, in their order. Each
-stands in a frame of its own, mark, length, digest and bytes; the digest is keyed by the settings of the run. A frame
-that is torn, damaged or of other settings costs itself alone: reading goes on at the next mark.
+The event loop never waits for it. Each record has its own frame of mark, length, digest and bytes; the digest is keyed
+by the settings of the run. A frame that is torn, damaged or of other settings is skipped: reading goes on at the next
+mark.
 
-A segment opens when a checkpoint captures the state, so that `after_VERSION.log` and the later ones hold what that
-checkpoint does not. The end of the process takes no record that the thread has written, a crash of the machine those of
-the last second or two.
+A segment opens when a checkpoint captures the state, so that `after_VERSION.log` and later ones hold what that
+checkpoint lacks. If the process dies, all records that the thread has written are kept; if the machine crashes, those
+of the last second or two are lost.
 """
 
 import contextlib
@@ -25,46 +25,43 @@ from typing import IO, NamedTuple
 
 from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried
 
-JOURNAL = "journal"  # folder in a run's directory
-FORMAT = 1  # of frames and of what the caller writes into them: another one is not read
-MARK = b"\xff\xfeDAPO\xfe\xff"  # neither UTF-8 text nor an array of token ids holds it
+JOURNAL = "journal"
+FORMAT = 1  # of frames and their content; other formats are not read
+MARK = b"\xff\xfeDAPO\xfe\xff"  # occurs neither in UTF-8 text nor in an array of token ids
 LENGTH_BYTES, DIGEST_BYTES = 8, 16
 HEAD_BYTES = len(MARK) + LENGTH_BYTES + DIGEST_BYTES
 NAME = re.compile(r"after_(\d{6,})\.log")
 TEMPORARY = ".tmp"
 SYNC_S = 1.0
 CLOSE_S = 30.0
-MAX_WAITING_BYTES = 1 << 30  # that a slow disk may be behind, and memory holds meanwhile
+MAX_WAITING_BYTES = 1 << 30  # held in memory while a slow disk is behind
 
 Encode = Callable[[], bytes]
 
 
 class UnreadableJournal(RuntimeError):
-    """Says that a segment cannot be read now and may be whole all the same: a start must not write over it."""
+    """A segment cannot be read now and may be intact: a start must not write over it."""
 
 
 class Journal:
-    """Appends to the journal of one run directory, which only the process that holds the directory may.
-
-    But for `read`, nothing here raises for what happens to the files: a write that fails is told once and ends the
-    segment, and the next segment tries again.
-    """
+    """Appends to the journal of one run directory, which only the process that holds the directory may. Except for
+    `read`, file errors are not raised: a failed write is reported once and ends the segment, and the next segment tries
+    again."""
 
     def __init__(self, directory: Path, settings: str, *, warn: Callable[[str], None]) -> None:
-        """Opens nothing yet. settings: what the records depend on; those of other settings are not read. warn: takes
-        one line."""
-        self.version = -1  # the checkpoint that the open segment stands behind; -1: none is open
+        """settings: what the records depend on; records of other settings are not read. warn: receives one line."""
+        self.version = -1  # checkpoint that the open segment follows; -1: none is open
         self._directory = directory
         self._key = hashlib.blake2b(f"{FORMAT}/{settings}".encode()).digest()
         self._warn = warn
         self._queue: queue.SimpleQueue[_Record | _Segment | None] = queue.SimpleQueue()  # None: the end
-        self._put = self._taken = 0  # bytes: the caller counts the one, the thread the other
+        self._put = self._taken = 0  # bytes, counted by the caller and by the thread
         self._thread: threading.Thread | None = None
         self._segment: _Segment | None = None
         self._behind = False
 
     def read(self, version: int) -> list[bytes]:
-        """Returns the records of all segments from `version` on, and tells of damage. Raises UnreadableJournal."""
+        """Returns the records of all segments from `version` on, and warns of damage. Raises UnreadableJournal."""
         records: list[bytes] = []
         damaged: list[str] = []
         for path in self._segments(version):
@@ -88,8 +85,8 @@ class Journal:
         return records
 
     def restart(self, version: int, records: Sequence[bytes]) -> None:
-        """Begins anew behind checkpoint `version` with a segment that holds `records`; later segments belong to a
-        course that was left, and go. At any moment `records` are in the files, old or new."""
+        """Begins anew after checkpoint `version` with a segment of `records`; removes later segments, which belong to
+        an abandoned branch. At any moment `records` are in the files, old or new."""
         path = self._path(version)
         temporary = path.with_suffix(TEMPORARY)
         try:
@@ -109,15 +106,15 @@ class Journal:
         self._open(version, "ab")
 
     def begin(self, version: int) -> None:
-        """Lets what is appended from now on stand behind checkpoint `version`; called when its state is captured."""
+        """What is appended from now on follows checkpoint `version`; called when its state is captured."""
         if version != self.version:
             self._open(version, "wb")
         elif self._segment is not None and self._segment.failed:
             self._open(version, "ab")
 
     def append(self, encode: Encode, size: int) -> None:
-        """Hands over one record, for which the thread asks `encode`. size: bytes that it keeps in memory until then.
-        Keeps nothing without a segment, and where the disk has failed or is far behind."""
+        """Queues one record; the thread calls `encode`. size: bytes held in memory until then. Drops the record without
+        an open segment, and if the disk has failed or is far behind."""
         if self._segment is None or self._segment.failed:
             return
         waiting = self._put - self._taken
@@ -130,18 +127,15 @@ class Journal:
         self._queue.put(_Record(encode, size))
 
     def prune(self, oldest: int) -> None:
-        """Removes the segments before checkpoint `oldest`."""
         for path in self._segments(0):
             if _version_of(path) < oldest:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def remove(self) -> None:
-        """Removes all segments."""
         self.prune(sys.maxsize)
 
     def close(self) -> None:
-        """Writes what was appended, and ends the thread; may be called twice."""
         thread, self._thread, self._segment, self.version = self._thread, None, None, -1
         if thread is None:
             return
@@ -158,7 +152,6 @@ class Journal:
         self._queue.put(self._segment)
 
     def _write(self) -> None:
-        """Runs in the thread, until the end."""
         segment: _Segment | None = None
         ended = False
         while not ended:
@@ -178,7 +171,7 @@ class Journal:
                     if item is not None:
                         segment.append(item.encode())
                     segment.sync(at_once=ended)
-            except Exception as error:  # the run goes on without, whatever it is
+            except Exception as error:  # of any kind: the run continues without a journal
                 assert segment is not None
                 segment.failed = True
                 self._warn(f"no journal until the next checkpoint: {type(error).__name__}: {error}")
@@ -191,7 +184,6 @@ class Journal:
         return self._directory / f"after_{version:06d}.log"
 
     def _segments(self, version: int) -> list[Path]:
-        """Returns the segments from `version` on, oldest first."""
         if not self._directory.is_dir():
             return []
         paths = [path for path in self._directory.iterdir() if NAME.fullmatch(path.name)]
@@ -204,8 +196,6 @@ class _Record(NamedTuple):
 
 
 class _Segment:
-    """Writes one file, in the thread. failed: nothing is written to it any more."""
-
     def __init__(self, path: Path, mode: str, key: bytes) -> None:
         self.failed = False
         self._path = path
@@ -228,7 +218,6 @@ class _Segment:
         self._dirty = True
 
     def sync(self, *, at_once: bool = False) -> None:
-        """Makes what was written durable, where the last time is a second ago."""
         now = time.monotonic()
         if self._file is not None and self._dirty and (at_once or now - self._synced_at >= SYNC_S):
             os.fsync(self._file.fileno())
@@ -244,18 +233,17 @@ class _Segment:
 
 
 def holds_groups(output_dir: Path) -> bool:
-    """Returns whether a run has left records in its directory, which took it hours perhaps; damaged ones count."""
+    """Whether a run has left records in its directory, even damaged ones: they may have taken hours."""
     return any(path.stat().st_size for path in (output_dir / JOURNAL).glob("after_*.log"))
 
 
 def framed(record: bytes, key: bytes) -> bytes:
-    """Returns a record as it stands in a segment."""
     length = len(record).to_bytes(LENGTH_BYTES, "little")
     return b"".join((MARK, length, _digest(length, record, key), record))
 
 
 def whole_records(data: bytes, key: bytes) -> tuple[list[bytes], int]:
-    """Returns the records of a segment that are as they were written, and the bytes that belong to none."""
+    """Returns the intact records of a segment, and the number of bytes that belong to none."""
     records: list[bytes] = []
     view = memoryview(data)
     lost = start = 0

@@ -1,10 +1,6 @@
-"""Holds a directory for this process: by the kernel's lock, and against runs on other hosts, where that may not reach,
-by a lease, a file that its owner touches every few seconds.
-
-In: a directory, perhaps of a file system that hosts share. Out: an open lock file and a held `Lease`, or an error that
-names the live run which has them. No clocks are compared: who wants the directory watches the lease for as long as a
-live owner would leave it untouched, by its own clock.
-"""
+"""Holds a directory for this process: by the kernel's lock and, against runs on other hosts, which the lock may not
+reach, by a lease, a file that its owner touches every few seconds. Clocks of hosts are not compared: to take over, a
+process watches the lease by its own clock for as long as a live owner would leave it untouched."""
 
 import contextlib
 import fcntl
@@ -23,9 +19,9 @@ log = logging.getLogger(__name__)
 
 LOCK, LEASE = ".lock", ".lease"
 BEAT_S = 5.0
-STALE_S = 60.0  # a busy file system may hold a beat back for a while
+STALE_S = 60.0  # a busy file system may delay a touch
 POLL_S = 1.0
-SETTLE_S = 2.0  # in which two who take over at once see who was last
+SETTLE_S = 2.0  # in which two that take over at once see who was last
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,8 +44,7 @@ def _in_use(where: str, holder: str) -> str:
 
 
 def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
-    """Returns the lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to
-    remove. False: this file system has no locks."""
+    """Returns the lock file, and False if the file system has no locks. The kernel unlocks when the process dies."""
     lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,18 +64,17 @@ def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
 
 
 class LeaseHeld(Exception):
-    """Says that a live run holds the directory; the message names its process and host."""
+    """A live run holds the directory; the message names its process and host."""
 
 
 class LeaseLost(RuntimeError):
-    """Says that another run has taken the directory over while this one was silent."""
+    """Another run has taken the directory over, because this one did not touch the lease in time."""
 
 
 class Lease:
-    """Holds the file and touches it in a thread of its own, until `release` or until another run has taken it."""
+    """Holds the file and touches it in its own thread, until `release` or until another run has taken it."""
 
     def __init__(self, path: Path) -> None:
-        """Describes a lease that is not held yet; `take` takes it."""
         self._path = path
         self._token = secrets.token_hex(16)
         self._ended = threading.Event()
@@ -89,11 +83,11 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, name="lease of the output directory", daemon=True)
 
     def take(self, *, locked: bool) -> None:
-        """Takes the lease: at once where there is none, or where its owner is known to be dead.
+        """Takes the lease: at once if there is none, or if its owner is known to be dead.
 
-        Otherwise the file is watched, at most `STALE_S` seconds. locked: this process holds the kernel's lock, so that
-        no other on this host takes the lease over at the same time. (It does not say that the owner has ended: somebody
-        may have removed the lock file of a live run.) Raises LeaseHeld as soon as the file changes.
+        Otherwise watches the file for at most `STALE_S` seconds; raises LeaseHeld as soon as it changes. locked: this
+        process holds the kernel's lock, so that no other on this host takes over at the same time. (It does not prove
+        that the owner has ended: the lock file of a live run may have been removed.)
         """
         if not self._created():
             owner = _owner(self._path)
@@ -107,7 +101,6 @@ class Lease:
         self._thread.start()
 
     def _watch(self, owner: dict[str, str]) -> None:
-        """Waits until the owner has been silent for `STALE_S`."""
         seen, until = _state(self._path), time.monotonic() + STALE_S
         log.warning(
             "%s holds %s; waiting at most %.0f s for a sign of life, then this run takes over; where that one has "
@@ -123,20 +116,18 @@ class Lease:
                 raise LeaseHeld(_described(_owner(self._path)))
 
     def check(self) -> None:
-        """Raises LeaseLost when another run holds the lease."""
         if not self._lost and not self._ended.is_set():
             self._look()
         if self._lost:
             raise LeaseLost(self._lost)
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """Has `call` called, in the lease's thread, once the lease is lost; at once if it is."""
+        """Calls `call`, in the lease's thread, once the lease is lost; at once if it is."""
         self._when_lost.append(call)
         if self._lost:
             call()
 
     def release(self) -> None:
-        """Stops touching the file, and removes it if it is still ours."""
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * BEAT_S)
@@ -153,7 +144,7 @@ class Lease:
                 return
 
     def _look(self) -> None:
-        """Touches the file if it is ours, through the file itself, so that one that has replaced it is left alone."""
+        """Touches the file if it is ours, by its descriptor, so that one that has replaced it is left alone."""
         try:
             try:
                 with self._path.open("rb") as file:
@@ -161,7 +152,7 @@ class Lease:
                     if owner.get("token") == self._token:
                         os.utime(file.fileno())  # needs no space on a full disk
                         return
-                if not owner:  # emptied or damaged: another run would have put a whole file in its place
+                if not owner:  # emptied or damaged: another run would have put a complete file in its place
                     self._write(replace=True)
                     return
             except FileNotFoundError:
@@ -175,10 +166,9 @@ class Lease:
             self._lost = f"{self._path.parent} was taken over by {_described(owner)}; this run writes nothing any more"
 
     def _created(self) -> bool:
-        """Writes the file unless there is one. Returns whether it did."""
         try:
             return self._write(replace=False)
-        except (FileExistsError, FileNotFoundError):  # the second: the directory itself is gone
+        except (FileExistsError, FileNotFoundError):  # the second: the directory itself was removed
             return False
 
     def _write(self, *, replace: bool) -> bool:
@@ -198,9 +188,9 @@ class Lease:
 
 
 def _move_to_free(source: Path, target: Path) -> None:
-    """Gives a file a name that is free. Raises FileExistsError where it is taken."""
+    """Gives `source` the name `target`. Raises FileExistsError if it is taken."""
     try:
-        os.link(source, target)  # decided by the server of a network file system
+        os.link(source, target)  # atomic on the server of a network file system
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links
@@ -210,7 +200,7 @@ def _move_to_free(source: Path, target: Path) -> None:
 
 
 def _state(path: Path) -> tuple[bytes, int] | None:
-    """Returns what a beat changes, None without a file. Opening it makes a network file system ask its server."""
+    """Returns content and time of the file, None without one. Opening it makes a network file system ask its server."""
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -232,7 +222,6 @@ def _parsed(content: bytes) -> dict[str, str]:
 
 
 def _described(owner: dict[str, str]) -> str:
-    """Returns words for the owner as errors name it."""
     if not owner:
         return "an unknown run"
     return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
@@ -243,23 +232,23 @@ def _is_here(owner: dict[str, str]) -> bool:
 
 
 def _is_alive(owner: dict[str, str]) -> bool:
-    """Returns whether the owner's process is there: its number may be another process's by now."""
+    """Compares start times too: the process id may have been reused."""
     started = _started(owner.get("pid", ""))
     return started != "" and owner.get("started", started) == started
 
 
 def _started(pid: str) -> str:
-    """Returns when a process of this host started, in clock ticks since the boot (proc(5)); "" where it has ended."""
+    """Returns when a process of this host started, in clock ticks since boot (proc(5)); "" if it has ended."""
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
     state, *fields = text.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie has ended, and waits for its parent
+    return "" if state in "ZX" else fields[18]  # a zombie has ended
 
 
 def _boot() -> str:
-    """Returns what tells two hosts of one name apart, and a host from itself before it was restarted."""
+    """Returns the boot id, which differs between hosts of one name, and after a restart of a host."""
     try:
         return BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,8 +1,5 @@
-"""Seals a directory with a list of its files, and compares a sealed directory with that list.
-
-In: a directory. Out: `manifest.json` in it, with size and SHA-256 of every file and a checksum of its own; or the name
-of the first of these files that is not as it was sealed. Nothing is opened by a library before this.
-"""
+"""Seals a directory with a list of its files, and verifies a sealed directory. `manifest.json` has size and SHA-256 of
+every file, and a checksum of its own. No library opens a file before this check."""
 
 import hashlib
 import json
@@ -18,30 +15,30 @@ from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried, write_te
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # also of the files that the caller writes: a directory of another format is not opened
+FORMAT = 3  # also of the caller's files; a directory of another format is not opened
 MANIFEST = "manifest.json"
-DIGESTS = "*.sha256.json"  # left by a writer that hashed what it wrote
-SHARDS_OF = ".metadata"  # DCP's table of what lies where
-SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle: here it is looked for as text
-HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
+DIGESTS = "*.sha256.json"  # from a writer that hashed its own files
+SHARDS_OF = ".metadata"  # DCP's index of the shards
+SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that index, a pickle that is searched as text
+HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint has hundreds of gigabytes
 
 T = TypeVar("T")
 
 
 class BrokenCheckpoint(RuntimeError):
-    """Says that a checkpoint is not as it was written; the message names the file."""
+    """A checkpoint is not as it was written; the message names the file."""
 
 
 class UnreadableCheckpoint(RuntimeError):
-    """Says that a checkpoint could not be read, and may be whole; the message names the file and what to do."""
+    """A checkpoint could not be read and may be intact; the message names the file and what to do."""
 
 
 def seal(directory: Path) -> None:
     """Makes every file durable and writes the manifest, last of all.
 
-    A file `*.sha256.json`, {name next to it: {"bytes": size, "sha256": hex}}, says what its writer has hashed and
-    synced itself: these files are not read back, only their sizes are compared. It is removed.
-    Raises BrokenCheckpoint where a file is not there that a writer or DCP's metadata names.
+    A file `*.sha256.json`, {name next to it: {"bytes": size, "sha256": hex}}, lists what its writer has hashed and
+    synced itself: of these files only the sizes are compared. The lists are removed. Raises BrokenCheckpoint if a file
+    is missing that a writer or DCP's metadata names.
     """
     known = _taken_digests(directory)
     files = _files(directory)
@@ -63,8 +60,8 @@ def seal(directory: Path) -> None:
 
 
 def leave_digests(paths: Sequence[Path], writer: str) -> None:
-    """Hashes files as they lie on the disk, makes them durable, and leaves the lists of them that `seal` takes over.
-    writer: names its lists, one per folder, so that several may write into the same. Raises OSError."""
+    """Hashes files as they are on disk, makes them durable, and writes the lists for `seal`, one per folder. writer:
+    prefix of the lists, so that several writers can share a folder. Raises OSError."""
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         digests = list(threads.map(lambda path: _digest(path, sync=True), paths))
     of_folder: dict[Path, dict[str, Any]] = {}
@@ -75,9 +72,8 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares every file of the manifest with what is there, and tells of further ones, which harm nothing. Raises
-    BrokenCheckpoint naming the first that differs or is missing, and UnreadableCheckpoint where that cannot be told,
-    for a disk or a file system of the network fails, or another version of dapo wrote it."""
+    """Compares every file with the manifest; further files are only logged. Raises BrokenCheckpoint for the first that
+    differs or is missing, and UnreadableCheckpoint if I/O fails or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
         recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))
@@ -101,18 +97,15 @@ def verify(directory: Path) -> None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Returns the names of all files below, relative and sorted, without the manifest itself."""
     names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
     return sorted(name for name in names if name != MANIFEST)
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """Returns the SHA-256 of format and list of files, independent of spaces and order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns what writers hashed by name below `directory`, and removes their lists."""
     known: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.rglob(DIGESTS)):
         for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
@@ -128,7 +121,6 @@ def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_shards(metadata: Path) -> None:
-    """Raises BrokenCheckpoint where a shard that DCP's metadata names is not in the directory."""
     named = {name.decode() for name in SHARD.findall(metadata.read_bytes())}
     missing = sorted(name for name in named if not metadata.with_name(name).is_file())
     if missing:
@@ -139,8 +131,7 @@ def _check_shards(metadata: Path) -> None:
 
 
 def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
-    """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
-    faults. Raises UnreadableCheckpoint."""
+    """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises UnreadableCheckpoint."""
     path = directory / name
     try:
         size = _read(lambda: path.stat().st_size, directory)
@@ -156,7 +147,7 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
 
 
 def _read(read: Callable[[], T], directory: Path) -> T:
-    """Returns what `read` does, of a file in `directory`. Raises UnreadableCheckpoint, and one of `NOT_THERE`."""
+    """Calls `read` with retries. Raises UnreadableCheckpoint, or one of `NOT_THERE`."""
     try:
         return tried(read)
     except NOT_THERE:

@@ -1,9 +1,6 @@
-"""Sets groups aside that could not be trained on: with what they were scored, and all that replaying them needs.
-
-In: groups of a batch, why, and the update's metrics. Out: `quarantine/step_N-REASON/` in the output directory, with the
-groups and their prompts as Parquet and JSON lines, and `why.json`. A failure here ends no run: a person reads these
-files.
-"""
+"""Sets groups aside that could not be trained on, with their scores and all that a replay needs. Files:
+`quarantine/step_N-REASON/` in the output directory, with groups as Parquet, prompts as JSON lines, and `why.json`. They
+are for users: a failed write does not stop a run."""
 
 import json
 import logging
@@ -21,7 +18,7 @@ from dapo.types import Draw, Group
 
 log = logging.getLogger(__name__)
 
-QUARANTINE = "quarantine"  # in the output directory
+QUARANTINE = "quarantine"
 WHY, PROMPTS = "why.json", "prompts.jsonl"
 TEMPORARY = ".tmp"
 KEEP = 20  # entries of a run
@@ -36,12 +33,9 @@ def set_aside(
     message: str,
     metrics: Mapping[str, float],
 ) -> Path | None:
-    """Writes an entry and returns its directory; None where it cannot be written, which is only a warning. The newest
-    `KEEP` entries stay.
-
-    groups: each with the policy version at its start. version: that the update started from. message: the error, or
-    what was skipped. metrics: of the update, empty where it was refused.
-    """
+    """Writes an entry and returns its directory; on failure only warns, and returns None. The newest `KEEP` entries
+    stay. groups: each with the policy version at its start. version: that the update started from. message: the error,
+    or what was skipped. metrics: of the update, empty if it was refused."""
     root = output_dir / QUARANTINE
     temporary = root / TEMPORARY
     try:
@@ -73,7 +67,7 @@ def set_aside(
 
 
 def _unused(root: Path, name: str) -> Path:
-    """Returns a directory that is not there: a step can be refused again after a restart."""
+    """Returns a directory that does not exist: a step can be refused again after a restart."""
     path, count = root / name, 1
     while path.exists():
         count += 1

@@ -1,10 +1,5 @@
-"""Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it.
-
-In: `trainer.output_dir`, `checkpoint.resume` and the resolved configuration. Out: a held `RunDirectory` with the
-checkpoints to go on from, or an error that names the keys in which the run that is there differs from the one that was
-asked for. What a run knows of itself (`ABOUT`) also lies in each checkpoint: that is what a continued run is compared
-with.
-"""
+"""Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it. A
+resumed run is compared with the files (`ABOUT`) in its checkpoint; the error names the keys that differ."""
 
 import contextlib
 import logging
@@ -33,20 +28,19 @@ log = logging.getLogger(__name__)
 
 CONFIG, CHECKPOINTS, METRICS = "config.yaml", "checkpoints", "metrics.jsonl"
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
-SAVED = "saved"  # the step of the newest checkpoint that the run has written
-ABOUT, NODES = "run", "nodes"  # folders: in a checkpoint, for copies of these files; logs that a launcher began
+SAVED = "saved"  # step of the newest checkpoint written by the run
+ABOUT, NODES = "run", "nodes"  # folders: copies of these files in a checkpoint; logs of a launcher
 COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
 
 
 class RunDirectory:
-    """Holds an output directory for this process until `release` or its end, however it ends. Where it holds a run,
-    nothing of that changes before `begin`: a start that is refused leaves it to another one.
+    """Holds an output directory until `release` or the end of the process. If it has a run, nothing of that changes
+    before `begin`: a refused start leaves it as it was.
 
-    store: its checkpoints. notices: what a person should know of this start, one line each. accepted: the keys that
-    alter the run's meaning and differ from those of the checkpoint that it goes on from, as
-    `checkpoint.accept_changes` allows; groups that were sampled before mean something else then. check, when_lost: of
-    the lease: whether another run has taken the directory over. same_prompts: whether they are those of the run before.
+    store: its checkpoints. notices: lines to show to the user at this start. accepted: keys that alter the run's
+    meaning, differ from those of the checkpoint, and are in `checkpoint.accept_changes`; groups sampled before have
+    another meaning then. check, when_lost: of the lease. same_prompts: whether the prompts are those of the run before.
     """
 
     def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
@@ -57,8 +51,8 @@ class RunDirectory:
         self.same_prompts = True
         self._config = config
         self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
-        self._before: Path | None = None  # where the files of `COPIED` are that count, of a run that goes on
-        self._later: dict[str, str] | None = None  # files that `begin` writes; None: they are written at once
+        self._before: Path | None = None  # folder of the files `COPIED` of the run that is resumed
+        self._later: dict[str, str] | None = None  # files that `begin` writes; None: written at once
         self._lock = lock
         self._lease = lease
         self.check, self.when_lost = lease.check, lease.when_lost
@@ -72,19 +66,17 @@ class RunDirectory:
 
     @property
     def started(self) -> datetime:
-        """Returns when the run was started first, in local time: the date that its prompts name."""
+        """When the run was first started, in local time: the date used in its prompts."""
         return datetime.fromisoformat(self._started().strip())
 
     def token(self) -> tuple[str, str]:
-        """Writes a file with random content and returns its path and content: who reads the same shares the
-        directory."""
+        """Writes a file with random content and returns its path and content: who can read it shares the directory."""
         path, content = self.path / TOKEN, secrets.token_hex(16)
         write_text(path, content)
         return str(path), content
 
     def check_data(self, fingerprint: str) -> None:
-        """Notes `dapo.data.prompts.fingerprint` of the training prompts; raises ValueError when the run had
-        others."""
+        """Records the fingerprint of the training prompts; raises ValueError if it changed and that is not accepted."""
         recorded = self._before / FINGERPRINT if self._before else None
         if recorded and recorded.exists() and (before := recorded.read_text(encoding="utf-8").strip()) != fingerprint:
             what = f"gives other prompts (fingerprint {fingerprint}) than the run in {self.path} was trained on"
@@ -93,14 +85,13 @@ class RunDirectory:
         self._write(FINGERPRINT, fingerprint + "\n")
 
     def check_own(self, found: dict[str, str]) -> None:
-        """Raises ValueError when the run had other functions of a person's own (`dapo.own.loading.digests`)."""
+        """Raises ValueError if user-defined functions changed (`dapo.own.loading.digests`) and that is not accepted."""
         before = read_inputs(self._before) if self._before else {}
         for key in (key for key, now in found.items() if before.get(key, now) != now):
             what = f"is another function ({found[key]}) than that of the run in {self.path} ({before[key]})"
             self._allow(key, what, "restore the file")
 
     def _allow(self, key: str, what: str, remedy: str) -> None:
-        """Raises ValueError unless `checkpoint.accept_changes` covers the key."""
         if not is_accepted(key, self._accept):
             accept = f"accept it with checkpoint.accept_changes=[{key}]"
             raise ValueError(f"`{key}` {what}; {remedy}, give another `trainer.output_dir`, or {accept}")
@@ -108,12 +99,11 @@ class RunDirectory:
             self.accepted.append(key)
 
     def record_inputs(self, found: dict[str, str]) -> list[str]:
-        """Notes them, and returns a line for each that is another one than the run read before."""
         self._write(INPUTS, inputs_text(found))
         return changed_inputs(self._before, found)
 
     def go_on(self, resume: str) -> None:
-        """Finds what the run goes on from, and compares its configuration. Raises ValueError."""
+        """Finds the checkpoint to resume from, and compares its configuration. Raises ValueError."""
         check_accepted(self._accept)
         held = holds_steps(self.path)
         if held and resume == "never":
@@ -134,8 +124,8 @@ class RunDirectory:
             self.notices.insert(0, f"`checkpoint.resume` ({resume}): {told}")
 
     def _check_none_was_saved(self) -> None:
-        """Raises ValueError where this run has had checkpoints: to begin anew would erase its records, and they come
-        back perhaps."""
+        """Raises ValueError if this run has had checkpoints, which may come back: starting anew would erase its
+        records."""
         saved = self.path / SAVED
         if saved.exists():
             step = saved.read_text(encoding="utf-8", errors="replace").strip()
@@ -154,8 +144,8 @@ class RunDirectory:
             )
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
-        """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already.
-        Returns the checkpoint of this run to go back to, if it is one."""
+        """Applies `checkpoint.resume`, a path, unless this run has already resumed from there. Returns the checkpoint
+        of this run to go back to, if it is one."""
         key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
         before = read_config(self.path / CONFIG, self._where) if held else {}
         if held and value_of(before, "checkpoint.resume") == resume:
@@ -179,8 +169,7 @@ class RunDirectory:
         return back
 
     def _check_course(self, before: dict[str, Any], key: str) -> None:
-        """Raises ValueError where the command that went back is given again with another course: it is not told whether
-        that is to begin at the checkpoint once more."""
+        """Raises ValueError if other settings come with the same `checkpoint.resume`: their intention is unclear."""
         differences = [change for change in changes(before, self._config) if alters_course(change.key)]
         if differences:
             raise ValueError(
@@ -190,7 +179,6 @@ class RunDirectory:
             )
 
     def _compare(self, recorded: dict[str, Any]) -> None:
-        """Refuses what alters the meaning of the run and is not accepted, and tells the rest."""
         differences = changes(recorded, self._config)
         altering = [change for change in differences if alters_meaning(change.key)]
         refused = [change for change in altering if not is_accepted(change.key, self._accept)]
@@ -207,7 +195,6 @@ class RunDirectory:
             self.notices.append(f"changed since the last checkpoint: {told}")
 
     def record(self) -> None:
-        """Notes configuration, without secrets, and date of the first start."""
         self._write(STARTED, self._started())
         self._write(CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(redacted(self._config))))
 
@@ -222,17 +209,16 @@ class RunDirectory:
             self._later[name] = text
 
     def begin(self) -> None:
-        """Goes back where `checkpoint.resume` says so, and writes what was noted: the start is not refused any more."""
+        """Goes back if `checkpoint.resume` requires it, and writes what was recorded; the start is final then."""
         self.check()
         self.store.leave_later()
-        if self.accepted:  # a start that dies next must not leave groups that mean something else than `config.yaml`
+        if self.accepted:  # if this start dies next, no groups may remain that do not fit `config.yaml`
             Journal(self.path / JOURNAL, "", warn=log.warning).remove()
         noted, self._later = self._later or {}, None
         for name, text in noted.items():
             self._write(name, text)
 
     def _record(self, checkpoint: Path) -> None:
-        """Copies what the run knows of itself into a checkpoint."""
         (checkpoint / ABOUT).mkdir()
         for name in COPIED:
             if (self.path / name).exists():
@@ -245,17 +231,14 @@ class RunDirectory:
         self.release()
 
     def release(self) -> None:
-        """Lets another process claim the directory."""
         self._lease.release()
         self._lock.close()
 
 
 def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> RunDirectory:
-    """Takes `output_dir` for this run and writes `config` into it, where it holds a run only with `RunDirectory.begin`.
-
-    resume: `checkpoint.resume`. config: the resolved configuration as plain containers. Hashes the checkpoint to go on
-    from. Raises ValueError as `output_path` does, and when the directory holds something else, another run, a live one.
-    """
+    """Claims `output_dir` and records `config`; if it has a run, only `RunDirectory.begin` writes it. resume:
+    `checkpoint.resume`. config: resolved, as plain containers. Hashes the checkpoint to resume from. Raises ValueError
+    as `output_path` does, and if the directory has something else, another run, or a live one."""
     path = output_path(output_dir)
     where = _named(path)
     try:
@@ -275,8 +258,7 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
 
 @contextmanager
 def left_as_found(path: Path) -> Iterator[None]:
-    """Removes an output directory that this block has made, and the folders above it, where the start is refused before
-    the run has anything of its own there."""
+    """If the start is refused before the run has files of its own, removes the directories that this block has made."""
     made = [each for each in (path, *path.parents) if not each.exists()]
     try:
         yield
@@ -291,8 +273,7 @@ def left_as_found(path: Path) -> Iterator[None]:
 
 
 def holds_steps(path: Path) -> bool:
-    """Returns whether a run got anywhere here: a checkpoint, a line of metrics or a group of the journal. One that
-    ended before leaves nothing to protect."""
+    """Whether a run made progress here: a checkpoint, a line of metrics or a group of the journal."""
     metrics = path / METRICS
     lines = metrics.exists() and metrics.stat().st_size > 0
     return lines or any(path.glob(f"{CHECKPOINTS}/step_*")) or holds_groups(path)
@@ -303,7 +284,7 @@ def _named(path: Path) -> str:
 
 
 def _refuse_strangers(path: Path, where: str) -> None:
-    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")  # of a crash, of `dapo.evaluate`
+    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")  # from a crash, from `dapo.evaluate`
     entries = sorted(each.name for each in path.iterdir() if each.name != NODES and not each.name.startswith(early))
     if not entries:
         return
@@ -316,7 +297,7 @@ def _refuse_strangers(path: Path, where: str) -> None:
 
 
 def _about(checkpoint: Path | None, path: Path) -> Path:
-    """Returns the folder that tells about the run that wrote the checkpoint, or about the one in `path` without one."""
+    """Returns the folder that describes the run of the checkpoint; without one, the run in `path`."""
     if checkpoint is None:
         return path
     inside = checkpoint / ABOUT

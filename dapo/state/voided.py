@@ -1,9 +1,5 @@
-"""Remembers which groups must not be trained on, and with which batches ranks were lost, over all starts of a run.
-
-In: batches that were set aside, and those whose update lost the ranks. Out: which groups of a checkpoint or a journal
-are void, how often a start of a draw was set aside, how often a batch has lost the ranks. All of it is in one
-small file of the output directory, which is on disk before the draws start again.
-"""
+"""Remembers, over all starts of a run, which groups must not be trained on, and which batches lost the ranks. A small
+file in the output directory, which is on disk before the draws start again."""
 
 import hashlib
 import json
@@ -16,14 +12,13 @@ from typing import Any
 from dapo.state.durable import tried, write_text
 from dapo.types import Group
 
-FILE = "voided.json"  # in the output directory
+FILE = "voided.json"
 DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """Holds a batch that was set aside. version: that its update started from. groups: of each its draw, the policy
-    version at its start, and its digest."""
+    """A batch that must not be trained on. version: of its update. groups: (draw, version at its start, digest)."""
 
     version: int
     groups: list[tuple[int, int, str]]
@@ -31,7 +26,7 @@ class SetAside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Holds a batch whose update has lost the ranks so many times. version, batch: which one that was."""
+    """A batch (version, digest) whose update has lost the ranks, and how many times."""
 
     version: int
     batch: str
@@ -39,13 +34,10 @@ class Loss:
 
 
 class Voided:
-    """Holds them for one output directory. A file that cannot be written is told, and ends no run.
-
-    refusals: how often each start of a draw was set aside, by (draw, policy version).
-    """
+    """refusals: how often each start of a draw was set aside, by (draw, policy version). Write errors only warn."""
 
     def __init__(self, output_dir: Path, *, warn: Callable[[str], None]) -> None:
-        """Knows nothing before `read`. warn: takes one line."""
+        """Empty before `read`. warn: receives one line."""
         self.refusals: Counter[tuple[int, int]] = Counter()
         self._path = output_dir / FILE
         self._warn = warn
@@ -54,7 +46,7 @@ class Voided:
         self._digests: set[str] = set()
 
     def read(self) -> None:
-        """Takes what is in the file, of other starts. Raises ValueError where it cannot be read."""
+        """Loads what earlier starts wrote. Raises ValueError if the file cannot be read."""
         try:
             values: Any = json.loads(tried(lambda: self._path.read_text(encoding="utf-8")))
             batches = [SetAside(**each) for each in values["set_aside"]]
@@ -76,19 +68,17 @@ class Voided:
         self._digests = {digest for _, _, digest in groups}
 
     def holds(self, group: Group) -> bool:
-        """Returns whether the group was set aside."""
         return bool(self._digests) and _digest(group) in self._digests
 
     def add(self, groups: Sequence[tuple[Group, int]], version: int) -> None:
-        """Notes that these groups, used up by an update from policy `version`, must not be trained on; each with the
-        policy version at its start."""
+        """These groups, each with the policy version at its start, must not be trained on. version: of their update."""
         batch = SetAside(
             version=version, groups=[(group.draw.index, started, _digest(group)) for group, started in groups]
         )
         self._change([*self._batches, batch], [each for each in self._losses if each.version != version])
 
     def lost(self, groups: Sequence[Group], version: int) -> int:
-        """Notes that the update with these groups has lost the ranks. Returns how often, this time included."""
+        """Records that the update with these groups has lost the ranks. Returns how often, this time included."""
         batch = hashlib.blake2b("".join(map(_digest, groups)).encode(), digest_size=DIGEST_BYTES).hexdigest()
         before = [each for each in self._losses if (each.version, each.batch) == (version, batch)]
         loss = Loss(version=version, batch=batch, times=1 + sum(each.times for each in before))
@@ -96,12 +86,12 @@ class Voided:
         return loss.times
 
     def trained(self, version: int) -> None:
-        """Notes that the update from policy `version` is done: what was lost with its batch, or before, was chance."""
+        """The update from policy `version` is done: earlier losses with its batch, or before, were chance."""
         if any(each.version <= version for each in self._losses):
             self._change(self._batches, [each for each in self._losses if each.version > version])
 
     def prune(self, oldest: int) -> None:
-        """Forgets updates before checkpoint `oldest`, behind which no run goes back."""
+        """Forgets updates before checkpoint `oldest`: no run goes back that far."""
         batches = [each for each in self._batches if each.version >= oldest]
         if len(batches) < len(self._batches):
             self._change(batches, self._losses)
@@ -119,7 +109,7 @@ class Voided:
 
 
 def _digest(group: Group) -> str:
-    """Returns a digest of its draw and its tokens; scores may change when a run goes on."""
+    """Of draw and tokens; scores may change when a run resumes."""
     digest = hashlib.blake2b(str(group.draw.index).encode(), digest_size=DIGEST_BYTES)
     for response in group.responses:
         digest.update(len(response.token_ids).to_bytes(8, "little"))

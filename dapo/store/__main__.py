@@ -65,12 +65,10 @@ step has the number of the version that it made.
 
 
 def main() -> None:
-    """Prints the reference."""
     print(reference(), end="")
 
 
 def reference() -> str:
-    """Returns the whole document."""
     parts = [HEADER, "## Tables\n"]
     for one in TABLES:
         key = f" Key: `{one.key}`." if one.key else ""

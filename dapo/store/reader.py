@@ -1,7 +1,4 @@
-"""Answers questions to the sample store of a run, whether the run goes on or not.
-
-In: an output directory, or the database itself. Out: rows, whose columns have the names that the tables give them.
-"""
+"""Queries the sample store of a run, also while the run goes on. Rows have the column names of the tables."""
 
 import json
 import os
@@ -16,9 +13,9 @@ from dapo.store.schema import DATABASE, GROWS, TRAIN, VERSION
 Rows = list[dict[str, Any]]
 # `perf/PHASE_s`; they overlap.
 PHASES = ("generation", "reward", "reference", "sleep", "update", "sync", "evaluation", "driver")
-# Groups that are trained on where nothing is filtered; of equal accuracies the variance may be 1e-33.
+# Groups of equal accuracies that are trained on because nothing is filtered; their variance may be 1e-33.
 ALIKE = "fate = 'trained' AND scorable > 1 AND variance < 1e-20"
-WHERE = {  # kinds of answers: which they are, and their order
+WHERE = {  # kinds of answers: condition and order
     "best": ("reward IS NOT NULL", "accuracy DESC, reward DESC, step DESC"),
     "worst": ("reward IS NOT NULL", "accuracy, reward, step DESC"),
     "longest": ("1", "tokens DESC, step DESC"),
@@ -28,11 +25,9 @@ WHERE = {  # kinds of answers: which they are, and their order
 
 
 class Reader:
-    """Reads one database; close it with `close`, or use it as a context."""
-
     def __init__(self, run: Path) -> None:
-        """Opens it. run: the output directory, or the database. Raises ValueError where there is none, one of another
-        version, or one that cannot be read where it is."""
+        """run: the output directory, or the database. Raises ValueError if it is missing, unreadable or
+        incompatible."""
         self.path = run / DATABASE if run.is_dir() else run
         if not self.path.is_file():
             raise ValueError(f"{self.path} is not there; give the `trainer.output_dir` of a run, or its {DATABASE}")
@@ -55,11 +50,10 @@ class Reader:
                 "that has written it, or with sqlite3"
             )
         self._connection.row_factory = sqlite3.Row
-        self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
+        self._connection.execute("BEGIN")  # one snapshot for all queries, while the run may go on
 
     def _is_at_rest(self) -> bool:
-        """Returns whether nothing is in the write-ahead log, and no reader could make one beside it: SQLite refuses to
-        read such a database unless it is told that nobody writes."""
+        """Whether the log is empty and the folder read-only: SQLite reads such a database only as immutable."""
         log = self.path.with_name(f"{self.path.name}-wal")
         return not os.access(self.path.parent, os.W_OK) and not (log.is_file() and log.stat().st_size)
 
@@ -68,7 +62,6 @@ class Reader:
         return self._number("PRAGMA user_version")
 
     def close(self) -> None:
-        """Closes the database."""
         self._connection.close()
 
     def __enter__(self) -> "Reader":
@@ -78,9 +71,9 @@ class Reader:
         self.close()
 
     def steps(self) -> Rows:
-        """Returns a row per step, oldest first: its table's columns, how its groups ended, their answers, seconds by
-        phase; NULL for a number that was not logged. `alike`: groups trained on though of one accuracy, for nothing is
-        filtered, which count as all correct or all wrong too."""
+        """Returns a row per step, oldest first: its table's columns, fates of its groups, their answers, seconds by
+        phase; NULL for a number that was not logged. `alike`: groups of one accuracy trained on because nothing is
+        filtered, which also count as all correct or all wrong."""
         phases = ", ".join(f"max(value) FILTER (WHERE name = 'perf/{phase}_s') AS [{phase}]" for phase in PHASES)
         return self._all(
             "SELECT steps.*, accuracy, length, longest, truncated, all_correct, all_wrong, unscorable, overlong, "
@@ -98,19 +91,17 @@ class Reader:
         )
 
     def groups(self, step: int) -> Rows:
-        """Returns the groups that a step used up, in draw order, with source and text of the prompt as `question`."""
+        """Groups that a step used up, in draw order, with source and text of the prompt as `question`."""
         return self._all(f"{GROUPS} WHERE step = ? ORDER BY draw", step)
 
     def visits(self, prompt: int) -> Rows:
-        """Returns the groups of a training prompt, oldest first."""
         return self._all(f"{GROUPS} WHERE groups.prompt = ? ORDER BY draw", prompt)
 
     def visit(self, draw: int) -> dict[str, Any] | None:
-        """Returns the group of a draw, as in `groups`; None: no step used it up."""
         return next(iter(self._all(f"{GROUPS} WHERE draw = ?", draw)), None)
 
     def prompt(self, prompt: int) -> dict[str, Any] | None:
-        """Returns a training prompt with its text and its columns of `prompt_history`; None: it was not drawn."""
+        """A training prompt with its text and its columns of `prompt_history`; None if it was not drawn."""
         query = (
             "SELECT prompt_history.*, text, ground_truth FROM prompt_history JOIN prompts USING (prompt) "
             f"WHERE split = '{TRAIN}' AND prompt = ?"
@@ -118,8 +109,7 @@ class Reader:
         return next(iter(self._all(query, prompt)), None)
 
     def prompts(self, limit: int, *, least: bool = False) -> Rows:
-        """Returns at most `limit` drawn prompts, those with the most visits first, or the least; each with its columns
-        of `prompt_history` and `share`, its part of all visits."""
+        """Drawn prompts with most visits first, or least; columns of `prompt_history`, and `share` of all visits."""
         return self._all(
             "SELECT *, visits * 1.0 / (SELECT count(*) FROM groups) AS share FROM prompt_history "
             f"ORDER BY visits {'ASC' if least else 'DESC'}, prompt LIMIT ?",
@@ -127,23 +117,20 @@ class Reader:
         )
 
     def group(self, draw: int) -> Rows:
-        """Returns all answers of a group, as in the view `answers`."""
         return self._all("SELECT * FROM answers WHERE draw = ? ORDER BY sample", draw)
 
     def answers(self, kind: str, limit: int, step: int | None = None) -> Rows:
-        """Returns at most `limit` answers of one kind of `WHERE`, of one step or of all, as in the view `answers`."""
         which, order = WHERE[kind]
         return self._all(
             f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
         )
 
     def number_of(self, kind: str, step: int | None = None) -> int:
-        """Counts the answers of one kind of `WHERE`, of one step or of all."""
         which, _ = WHERE[kind]
         return self._number(f"SELECT count(*) FROM answers WHERE {which} AND step = coalesce(?, step)", step)
 
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
-        """Returns at most `limit` answers, newest first, that hold `text`, whatever the case of ASCII letters."""
+        """Answers that contain `text`, newest first; the case of ASCII letters is ignored."""
         pattern = "%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in text) + "%"
         return self._all(
             "SELECT * FROM answers WHERE text LIKE ? ESCAPE '\\' AND step = coalesce(?, step) "
@@ -154,8 +141,7 @@ class Reader:
         )
 
     def unsearched(self, step: int | None = None) -> dict[str, int]:
-        """Counts the answers of one step or of all: `answers`, those whose text is `missing`, and those of which the
-        middle is `cut` out."""
+        """Counts `answers`, those whose text is `missing`, and those with the middle `cut` out."""
         return self._all(
             "SELECT count(*) AS answers, sum(text IS NULL) AS missing, sum(text_bytes <> length(CAST(text AS BLOB))) "
             "AS cut FROM answers WHERE step = coalesce(?, step)",
@@ -172,8 +158,7 @@ class Reader:
             yield draw, accuracy, json.loads(parts)
 
     def metrics(self, *patterns: str) -> dict[str, dict[int, float]]:
-        """Returns the metrics whose name fits one of the patterns (GLOB), by name and step; without what is not
-        finite."""
+        """Metrics whose name fits one of the GLOB patterns, by name and step; only finite values."""
         found: dict[str, dict[int, float]] = {}
         fits = " OR ".join(["name GLOB ?"] * len(patterns))
         query = f"SELECT name, step, value FROM metrics WHERE value IS NOT NULL AND ({fits})"
@@ -182,12 +167,10 @@ class Reader:
         return found
 
     def responses(self) -> int:
-        """Returns how many responses all steps together used up."""
         return self._number("SELECT coalesce(sum(responses), 0) FROM groups")
 
     def lengths(self, width: int, every: int = 1) -> list[tuple[int, int, int]]:
-        """Returns (step, bin, responses) of the lengths, in bins of `width` tokens. every: of the draws, one of so
-        many."""
+        """Returns (step, bin, responses) in bins of `width` tokens. every: use only one draw in so many."""
         found = self._connection.execute(
             "SELECT step, responses.tokens / ? AS bin, count(*) FROM groups JOIN responses USING (draw) "
             "WHERE draw % ? = 0 GROUP BY step, bin",
@@ -196,8 +179,8 @@ class Reader:
         return [(step, place, number) for step, place, number in found]
 
     def pass_rates(self, bins: int) -> list[tuple[int, int, int]]:
-        """Returns (step, bin, groups) of the mean accuracies: bin 0 is all wrong, bin `bins` + 1 all correct, between
-        them are equal parts of 0..1."""
+        """Returns (step, bin, groups) by mean accuracy. Bin 0: all wrong; `bins` + 1: all correct; equal parts
+        between."""
         found = self._connection.execute(
             "SELECT step, CASE WHEN accuracy <= 0 THEN 0 WHEN accuracy >= 1 THEN :bins + 1 "
             "ELSE 1 + CAST(accuracy * :bins AS INTEGER) END AS bin, count(*) "
@@ -207,12 +190,10 @@ class Reader:
         return [(step, place, number) for step, place, number in found]
 
     def events(self, last: int) -> Rows:
-        """Returns the newest `last` events, oldest first."""
         return self._all("SELECT * FROM (SELECT * FROM events ORDER BY event DESC LIMIT ?) ORDER BY event", last)
 
     def starts(self) -> Rows:
-        """Returns the starts of the program, oldest first: their columns, `config` and the numbers of the `steps` that
-        each took as values, and as `last` when each ended or gave its last sign of life."""
+        """Starts of the program, oldest first, with parsed `config` and `steps`; `last`: end or last activity."""
         found = self._all(
             "SELECT runs.*, coalesce(ended, (SELECT max(at) FROM (SELECT run, at FROM steps UNION ALL "
             "SELECT run, at FROM events) AS signs WHERE signs.run = runs.run), began) AS last, "
@@ -221,11 +202,10 @@ class Reader:
         return [{**row, "config": json.loads(row["config"]), "steps": json.loads(row["steps"])} for row in found]
 
     def count(self, kind: str) -> int:
-        """Counts the events of a kind."""
         return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
 
     def warnings_after_steps(self) -> list[str]:
-        """Returns what each start warned of after the last of its steps, so that no line of metrics counts it."""
+        """Warnings of each start after its last step, which no line of metrics counts."""
         found = self._all(
             "SELECT message FROM events WHERE kind = 'warning' AND at > "
             "coalesce((SELECT max(at) FROM steps WHERE steps.run = events.run), 0) ORDER BY event"
@@ -233,8 +213,8 @@ class Reader:
         return [row["message"] for row in found]
 
     def held_out(self, step: int) -> Rows:
-        """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and
-        the mean accuracy of the answers that have one; a problem without any is left out."""
+        """Held-out problems that policy version `step` answered: name of the set, columns of `prompts`, mean accuracy
+        of the scored answers; a problem without any is left out."""
         return self._all(
             "SELECT name, prompt, prompts.text, ground_truth, source, avg(accuracy) AS accuracy FROM evaluations "
             "JOIN prompts USING (prompt) WHERE split = name AND step = ? GROUP BY name, prompt "
@@ -243,8 +223,7 @@ class Reader:
         )
 
     def warnings(self, step: int) -> list[str]:
-        """Returns what was told of faults while the step was collected and trained on, for the last time where the run
-        went back and trained on it again."""
+        """Warnings while the step was collected and trained on; if it was trained on again, those of the last time."""
         found = self._all(
             "SELECT message FROM events WHERE kind = 'warning' AND step = ? AND run = (SELECT run FROM steps "
             "WHERE step = ? + 1) AND event > coalesce((SELECT max(event) FROM events WHERE kind = 'resume' "

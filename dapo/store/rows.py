@@ -1,4 +1,4 @@
-"""Turns groups into rows: records of `dapo.types` in, tuples in the order of the tables' columns out."""
+"""Converts groups into rows, in the order of the tables' columns."""
 
 import json
 import math
@@ -13,17 +13,15 @@ CUT = "\n[... {} bytes ...]\n"
 
 
 def keeps_text(number: int, fraction: float) -> bool:
-    """Returns whether the texts of draw `number` are among the fraction that is kept, which is spread evenly."""
+    """Whether the texts of draw `number` are in the kept fraction, which is spread evenly."""
     return math.floor((number + 1) * fraction) > math.floor(number * fraction)
 
 
 def prompt_row(split: str, prompt: Prompt) -> tuple[object, ...]:
-    """Returns a row of `prompts`."""
     return split, prompt.id, clean(prompt.source), clean(prompt.text), clean(prompt.ground_truth)
 
 
 def group_row(step: int, group: Group, fate: str) -> tuple[object, ...]:
-    """Returns a row of `groups`."""
     accuracies = group.accuracies
     rewards = [score.reward for score in group.scores if math.isfinite(score.reward)]
     versions = [span.version for response in group.responses for span in response.policy_versions]
@@ -45,8 +43,7 @@ def group_row(step: int, group: Group, fate: str) -> tuple[object, ...]:
 
 
 def answer_rows(key: tuple[object, ...], group: Group, max_bytes: int) -> Iterator[tuple[object, ...]]:
-    """Yields a row of `responses` or `evaluations` per response. key: the columns before the sample's. max_bytes: of
-    each text; 0: no text."""
+    """Yields a row per response. key: the columns before the sample's. max_bytes: of each text; 0: no text."""
     for sample, (response, score) in enumerate(zip(group.responses, group.scores, strict=True)):
         yield (*key, sample, *_answer(response, score, max_bytes))
 
@@ -82,12 +79,11 @@ def _finite(value: float) -> float | None:
 
 
 def clean(text: str) -> str:
-    """Returns text that UTF-8 can hold, and without the character at which SQLite's functions end a text."""
+    """Returns text that is valid UTF-8, without NUL, at which SQLite's functions end a text."""
     return text.encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
 
 
 def _middle_out(data: bytes, max_bytes: int) -> str:
-    """Returns the beginning and the end of a text, of at most max_bytes together."""
     half = max_bytes // 2
     ends = [part.decode("utf-8", "ignore") for part in (data[:half], data[len(data) - half :])]
     return CUT.format(len(data) - 2 * half).join(ends)

@@ -1,8 +1,5 @@
-"""Puts a run into its sample store: what a step used up, evaluations, metrics, events.
-
-In: groups as they end, lines of metrics, what is told to a person. Out: rows, written by a thread (`writer.py`). A run
-that goes back to a checkpoint forgets the steps after it first, so that nothing is counted twice.
-"""
+"""Writes a run into its sample store: groups of steps, evaluations, metrics, events. A thread writes the rows
+(`writer.py`). A run that goes back to a checkpoint first deletes the steps after it, so that nothing counts twice."""
 
 import json
 import math
@@ -24,19 +21,19 @@ from dapo.store.schema import DATABASE, TABLES, TRAIN
 from dapo.store.writer import Write, Writer
 from dapo.types import Collected, Group, Prompt
 
-FLUSH_S = 10.0  # that a checkpoint waits for the store
+FLUSH_S = 10.0  # a checkpoint waits this long for the store
 CLOSE_S = 10.0
 BYTES_PER_TOKEN = 8  # of a response's arrays
-ROOM_GROUPS = 5000  # whose texts one step may remove: with a budget that was lowered there may be hours of work
+ROOM_GROUPS = 5000  # whose texts one step may remove: a lowered budget may mean hours of work
 PLACES = {table.name: ", ".join("?" * len(table.columns)) for table in TABLES}
-# Rows anew, without their texts: an update in place would leave the pages that held both all but empty.
+# Inserts rows again without texts: an update in place would leave their pages almost empty.
 TEXTLESS = {
     table.name: f"INSERT OR REPLACE INTO {table.name} SELECT {', '.join([name for name, *_ in table.columns[:-1]])}, "
     f"NULL FROM {table.name} WHERE {table.oldest} = ? AND text IS NOT NULL"
     for table in TABLES
     if table.oldest
 }
-# A start that was killed ended with its last sign of life, which may be a step that is forgotten.
+# A killed start ends at its last activity. If that is a step that is deleted here, this event keeps its time.
 _LAST_SIGNS = (
     "INSERT INTO events SELECT NULL, run, max(step), max(at), 'forgotten', "
     "'steps ' || min(step) || ' to ' || max(step) || ' are trained again' "
@@ -45,7 +42,7 @@ _LAST_SIGNS = (
 
 
 class SampleStore:
-    """Writes the store of one run directory. Every call returns at once, and none raises."""
+    """Writes the store of one run directory. Calls other than `flush` and `close` return at once; none raises."""
 
     def __init__(
         self,
@@ -55,16 +52,14 @@ class SampleStore:
         warn: Callable[[str], None],
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens nothing before the first call. warn, guard: as in `Writer`."""
         self._cfg = cfg
         self._writer = Writer(directory / DATABASE, warn=warn, guard=guard)
         self._writer.on_missing = lambda message: self._event("missing", message)
-        self._run = 0  # this start's number; known to the thread
+        self._run = 0  # number of this start; set by the thread
         self._step = 0  # the last one that was reported
 
     def begin(self, config: Mapping[str, Any], gpus: int = 0) -> None:
-        """Notes that the program has started. config: the resolved configuration, of which secrets are left out. gpus:
-        that all pools take."""
+        """The program has started. config: resolved, secrets are removed. gpus: of all pools."""
         row = (time.time(), None, socket.gethostname(), os.getpid(), gpus, json.dumps(redacted(config), default=str))
 
         def write(connection: sqlite3.Connection) -> None:
@@ -73,7 +68,7 @@ class SampleStore:
         self._writer.put(write, owed=True)
 
     def resume(self, step: int) -> None:
-        """Forgets what was written of later steps, and of all steps at 0, for the run goes on from there."""
+        """Deletes later steps, and all steps at 0, because the run goes on from there."""
         self._step = step
 
         def write(connection: sqlite3.Connection) -> None:
@@ -88,10 +83,9 @@ class SampleStore:
         self.event("resume", f"goes on from step {step}" if step else "begins")
 
     def step(self, step: int, collected: Collected) -> None:
-        """Keeps what a step used up, trained on or dropped, and the draws that went back."""
         self._step = step
         at = time.time()
-        trained = {group.draw.index: group for group in collected.groups}  # with rewards that a penalty has changed
+        trained = {group.draw.index: group for group in collected.groups}  # with rewards after penalties
         groups = [
             (trained.get(group.draw.index, group), fate)
             for group, fate in zip(collected.drawn, collected.fates, strict=True)
@@ -114,9 +108,8 @@ class SampleStore:
         self._put(write, [group for group, _ in groups])
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
-        """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id; those of another file,
-        which a run may go on with, take no number of another problem. An evaluation that is done again replaces the
-        former."""
+        """Stores the answers to the held-out set `name`, whose prompts are numbered by id; if its file has changed,
+        other problems get other numbers. A repeated evaluation replaces the former."""
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM evaluations WHERE step = ? AND name = ?", (step, name))
@@ -133,20 +126,18 @@ class SampleStore:
         self._put(write, groups)
 
     def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Keeps one line of metrics."""
         rows = [(step, name, value) for name, value in values.items()]
         self._writer.put(lambda connection: _insert(connection, "metrics", rows))
 
     def event(self, kind: str, message: str) -> None:
-        """Keeps what happened. The message is as what is printed: it may quote an address or a request."""
+        """Secrets are removed from the message, which may quote an address or a request."""
         self._writer.put(self._event(kind, message))
 
     def flush(self) -> None:
-        """Waits, at most `FLUSH_S`, until what was handed over is on disk."""
         self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Notes that the program ends, and writes what was handed over; may be called twice."""
+        """Records the end of the program and writes what was passed so far; may be called twice."""
         ended = time.time()
         update = "UPDATE runs SET ended = ? WHERE run = ?"
         self._writer.put(lambda connection: connection.execute(update, (ended, self._run)))
@@ -166,13 +157,11 @@ class SampleStore:
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
-    """Writes rows; where one has the key of a row that is there, it takes its place."""
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({PLACES[table]})", rows)
 
 
 def _make_room(connection: sqlite3.Connection, max_bytes: int) -> None:
-    """Removes the oldest texts until the pages in use are within the budget; SQLite writes new rows to the pages that
-    become free."""
+    """Removes the oldest texts until the pages in use are within the budget; SQLite reuses free pages."""
     for _ in range(ROOM_GROUPS if max_bytes else 0):
         if _used_bytes(connection) <= max_bytes:
             return
@@ -198,8 +187,8 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
 
 
 def _set_apart(connection: sqlite3.Connection, rows: Iterable[tuple[object, ...]]) -> None:
-    """Gives training prompts whose numbers are those of other ones by now a number below 0, with their visits: the run
-    goes on with files that have changed. rows: of `prompts`, to be written."""
+    """If files have changed, prompt numbers may now belong to other prompts: moves the old prompts, with their visits,
+    to numbers below 0. rows: of `prompts`, to be written."""
     for _, number, _, text, truth in rows:
         query = "SELECT text, ground_truth FROM prompts WHERE split = ? AND prompt = ?"
         if connection.execute(query, (TRAIN, number)).fetchone() not in (None, (text, truth)):
@@ -211,8 +200,7 @@ def _set_apart(connection: sqlite3.Connection, rows: Iterable[tuple[object, ...]
 
 
 def _numbers(connection: sqlite3.Connection, split: str, prompts: Sequence[Prompt]) -> dict[int, int]:
-    """Returns by id the number of each prompt in a split: the one that it has there, else its id, or a later number
-    where another problem has that."""
+    """Returns each prompt's number in a split, by id: its known number, else its id, or a new one if that is taken."""
     query = "SELECT prompt, text, ground_truth FROM prompts WHERE split = ?"
     known = {number: (text, truth) for number, text, truth in connection.execute(query, (split,))}
     asked = {prompt.id: (clean(prompt.text), clean(prompt.ground_truth)) for prompt in prompts}
@@ -227,6 +215,5 @@ def _numbers(connection: sqlite3.Connection, split: str, prompts: Sequence[Promp
 
 
 def _sums(groups: Sequence[tuple[Group, str]]) -> tuple[int, ...]:
-    """Returns `drawn`, `trained`, `tokens` and `trained_tokens` of a step."""
     trained = [group.num_tokens for group, fate in groups if fate == TRAINED]
     return len(groups), len(trained), sum(group.num_tokens for group, _ in groups), sum(trained)

@@ -1,14 +1,12 @@
-"""Declares the sample store's tables and views: each column once, with its meaning.
-
-In: nothing. Out: the statements that make the database, and the reference in README.md (`python -m dapo.store`).
-"""
+"""Declares the sample store's tables and views, each column with its meaning; `python -m dapo.store` prints
+README.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DATABASE = "samples.sqlite"  # in the output directory
-VERSION = 4  # `PRAGMA user_version`: another one is no database that this code may write to or read, but for
-GROWS = (2, 3)  # these, which lack tables or indexes and nothing else: a writer adds them
+DATABASE = "samples.sqlite"
+VERSION = 4  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
+GROWS = (2, 3)  # these, which only lack tables or indexes: a writer adds them
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own
@@ -18,8 +16,7 @@ Columns = tuple[tuple[str, str, str], ...]  # name, type and constraint, meaning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Describes a table. key: of more than one column. small: without a rowid, for rows of a few numbers. oldest: the
-    column by whose order rows lose their `text`."""
+    """key: primary key over several columns. small: without a rowid. oldest: column by which rows lose their `text`."""
 
     name: str
     text: str
@@ -30,7 +27,6 @@ class Table:
     oldest: str = ""
 
     def statements(self) -> Iterator[str]:
-        """Yields what makes the table and its indexes, where they are not there."""
         parts = [f"{name} {kind}" for name, kind, _ in self.columns]
         parts += [f"PRIMARY KEY ({self.key})"] if self.key else []
         yield f"CREATE TABLE IF NOT EXISTS {self.name} ({', '.join(parts)}){' WITHOUT ROWID' if self.small else ''}"
@@ -43,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """Describes a view. columns: those of its query, in their order, as far as they are not a table's own."""
+    """columns: those of its query, in order, except those of a table."""
 
     name: str
     text: str
@@ -51,7 +47,6 @@ class View:
     query: str
 
     def statements(self) -> Iterator[str]:
-        """Yields what makes the view, where it is not there."""
         yield f"CREATE VIEW IF NOT EXISTS {self.name} AS {self.query}"
 
 
@@ -268,7 +263,6 @@ VIEWS = (
 
 
 def statements() -> Iterator[str]:
-    """Yields what makes an empty database."""
     for one in (*TABLES, *VIEWS):
         yield from one.statements()
     yield f"PRAGMA application_id = {APPLICATION_ID}"

@@ -1,9 +1,9 @@
-"""Writes into the database from one thread, so that nobody who puts something down waits for a disk.
+"""Writes into the database from one thread, so that no caller waits for a disk.
 
     put ─▶ queue, bounded ─▶ thread: a transaction each ─▶ samples.sqlite (write-ahead log)
 
-In: functions that write, each on an open connection. Out: a database that holds each of them whole or not at all, also
-after kill -9. What cannot be written is left out, told and counted; nothing here raises for what happens to the file.
+Each queued function is written completely or not at all, also after kill -9. What cannot be written is skipped,
+reported and counted; file errors are not raised.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from dapo.store.schema import GROWS, VERSION, statements
 
 Write = Callable[[sqlite3.Connection], object]
 
-# Held by what waits. A step of 512 x 16 responses of which half are dropped is 0.85 GiB at 5k tokens each, 1.7 GiB at
-# 10k: a second one finds room where the first is written, or small.
+# Memory of queued items. A step of 512 x 16 responses of which half are dropped has 0.85 GiB at 5k tokens each, 1.7 GiB
+# at 10k: a second one fits if the first is written, or small.
 MAX_WAITING_BYTES = 1 << 30
 MAX_WAITING = 10_000
-BUSY_S = 1.0  # of one try, for a lock that another program holds on the database; it is tried until it gets it
+BUSY_S = 1.0  # of one try while another program has the database locked; tries are repeated
 BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 PAUSE_S = 0.1  # between two tries: some of SQLite's refusals come at once
-LOCKED_S = 10.0  # after which that is told
-LOG_BYTES = 1 << 26  # that the write-ahead log keeps on disk after a large transaction
+LOCKED_S = 10.0  # after which a lock is reported
+LOG_BYTES = 1 << 26  # of the write-ahead log on disk after a large transaction
 CACHE_KIB = 16 << 10
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",  # no wait for the disk at each transaction
-    "secure_delete = OFF",  # some builds write over a page that becomes free, through the log
+    "secure_delete = OFF",  # some builds overwrite free pages, through the log
     f"journal_size_limit = {LOG_BYTES}",
     f"cache_size = -{CACHE_KIB}",
 )
@@ -43,8 +43,7 @@ SIDE_FILES = ("", "-wal", "-shm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Holds one transaction. responses: that it brings. size: bytes that it keeps in memory. owed: it is done before
-    anything later is, if not now. done: set when it was dealt with."""
+    """One transaction. size: bytes held in memory. owed: if it fails now, it is done before anything later."""
 
     write: Write
     responses: int = 0
@@ -54,31 +53,27 @@ class Item:
 
 
 class Writer:
-    """Holds the thread, and its connection."""
-
     def __init__(self, path: Path, *, warn: Callable[[str], None], guard: Callable[[], None]) -> None:
-        """Starts nothing before the first `put`. warn: takes one line. guard: raises when this process must not write
-        any more."""
+        """warn: receives one line. guard: raises if this process must not write any more."""
         self._path = path
         self._warn = warn
         self._guard = guard
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None: the end
         self._lock = threading.Lock()  # over what follows
-        self._size = 0  # bytes that wait
-        self._missing = self._missing_responses = 0  # transactions that were left out
-        self._told = self._noted = 0  # as many when a person was told, and when it was written down
+        self._size = 0  # bytes queued
+        self._missing = self._missing_responses = 0  # transactions that were skipped
+        self._told = self._noted = 0  # `_missing` at the last warning, and when last recorded
         self._told_at: float | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._connection: sqlite3.Connection | None = None
-        self._file: tuple[int, int, int] = (0, 0, 0)  # device, inode and size of what is open
+        self._file: tuple[int, int, int] = (0, 0, 0)  # device, inode and size of the open file
         self._locked = False  # by another program
         self._owed: list[Item] = []
         self.on_missing: Callable[[str], Write] = lambda message: lambda connection: None  # makes a note of it
 
     def put(self, write: Write, *, responses: int = 0, size: int = 0, owed: bool = False) -> Item:
-        """Has `write` called in a transaction; see `Item`. Where too much waits it is left out, unless it is owed; and
-        so is everything after `close`."""
+        """Queues a transaction; see `Item`. Skipped if too much is queued, unless it is owed, and after `close`."""
         item = Item(write=write, responses=responses, size=size, owed=owed)
         with self._lock:
             too_much = bool(self._size) and self._size + size > MAX_WAITING_BYTES or self._queue.qsize() >= MAX_WAITING
@@ -96,8 +91,7 @@ class Writer:
         return item
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until what was put down so far is on disk. Returns False where that takes longer than `timeout_s`, or
-        another program has locked the database, which nobody knows the end of."""
+        """Waits until what was queued is on disk. Returns False after `timeout_s`, or while the database is locked."""
         if self._thread is None:
             return True
         done, until = self.put(_to_disk, owed=True).done, time.monotonic() + timeout_s
@@ -107,7 +101,6 @@ class Writer:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Writes what was put down, and ends the thread; may be called twice."""
         self._closed = True
         thread, self._thread = self._thread, None
         if thread is None:
@@ -118,21 +111,19 @@ class Writer:
             self._warn(f"{self._path} was not written to its end within {timeout_s:g} s")
 
     def _run(self) -> None:
-        """Runs in the thread, until the end."""
         while self._take():
-            pass  # with nothing in hand: groups of a step are not kept until the next one comes
+            pass  # keep no reference: groups of a step would stay in memory until the next one
         if self._told != self._missing:
             self._warn(f"{self._path}: {self._lacks()}")
         self._drop_connection()
 
     def _take(self) -> bool:
-        """Deals with the next item. Returns False where that is the end."""
         item = self._queue.get()
         if item is None:
             return False
         try:
             self._write(item)
-        except Exception as error:  # the run goes on without, whatever it is
+        except Exception as error:  # of any kind: the run continues without it
             self._drop_connection()
             if item.write is not _to_disk:
                 self._left_out(item, f"{type(error).__name__}: {error}")
@@ -144,7 +135,6 @@ class Writer:
         return True
 
     def _write(self, item: Item) -> None:
-        """Writes an item, as soon as no other program has the database locked."""
         began, told = time.monotonic(), False
         try:
             while not self._tried(item):
@@ -158,7 +148,6 @@ class Writer:
             self._locked = False
 
     def _tried(self, item: Item) -> bool:
-        """Returns False where the database is locked."""
         self._guard()
         try:
             self._write_or_begin_anew(item)
@@ -172,7 +161,7 @@ class Writer:
         try:
             self._transact_all(item)
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # its subclasses tell of a disk, a lock or a mistake
+            if type(error) is not sqlite3.DatabaseError:  # subclasses mean a disk, a lock or a programming error
                 raise
             self._drop_connection()
             self._warn(f"{self._path} is damaged ({error}); it is now {set_aside(self._path, 'damaged')}")
@@ -181,7 +170,6 @@ class Writer:
             self._note_missing()
 
     def _transact_all(self, item: Item) -> None:
-        """Writes what is owed, and the item."""
         while self._owed:
             self._transact(self._owed[0].write)
             del self._owed[0]
@@ -208,25 +196,25 @@ class Writer:
         self._is_as_opened()
 
     def _is_as_opened(self) -> bool:
-        """Returns whether what is open is what is at its path, and no smaller than it was: SQLite sees neither."""
+        """Whether the open file is still at its path and not smaller than before: SQLite detects neither."""
         before, now = self._file, _identity(self._path)
         if same := now[:2] == before[:2] and now[2] >= before[2]:
             self._file = now
         return same
 
     def _let_go(self) -> None:
-        """Closes a file that was renamed, removed, replaced or cut, with all that was written in it."""
+        """Closes a file that was renamed, removed, replaced or truncated; its log is written back first."""
         assert self._connection is not None
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._drop_connection()
-        for side in SIDE_FILES[1:]:  # SQLite leaves them to the file that is gone, and would read them into a new one
+        for side in SIDE_FILES[1:]:  # SQLite leaves them behind, and would read them into a new database
             with contextlib.suppress(OSError):
                 self._path.with_name(self._path.name + side).unlink()
         self._warn(f"{self._path} was renamed, removed or replaced under the run; a new one begins with what comes now")
 
     def _left_out(self, item: Item, why: str) -> None:
-        """Counts a transaction that is not in the database and will not be, unless it is owed; told now and then."""
+        """Counts a skipped transaction, unless it is owed, and warns at most every `TELL_S`."""
         now = time.monotonic()
         with self._lock:
             self._missing += not item.owed
@@ -238,7 +226,7 @@ class Writer:
             self._warn(f"{self._path} cannot be written to ({why}); the run goes on, {self._lacks()} so far")
 
     def _note_missing(self) -> None:
-        """Writes down how much was left out, once something was written again."""
+        """Records how much was skipped, once something was written again."""
         if self._noted != self._missing:
             missing = self._missing
             self._transact(self.on_missing(self._lacks()))
@@ -248,7 +236,7 @@ class Writer:
         return f"{self._missing} entries with {self._missing_responses} responses are missing"
 
     def _drop_connection(self) -> None:
-        """Closes the file, so that a log which filled the disk can go; the next transaction opens it again."""
+        """Closes the file, so that a log that filled the disk can be removed; the next transaction opens it again."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -256,8 +244,7 @@ class Writer:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """Returns device, inode and size of a file, zeros where there is none. It is not opened: closing it would undo the
-    locks that SQLite holds."""
+    """Returns device, inode and size, zeros without a file. Opening and closing it would release SQLite's locks."""
     try:
         found = os.stat(path)
     except OSError:
@@ -266,13 +253,12 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _to_disk(connection: sqlite3.Connection) -> None:
-    """Makes what was written durable; a program that reads at the same time is not waited for."""
+    """Makes what was written durable, without waiting for readers."""
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 
 def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
-    """Opens the database to write, makes it where it is not there, and sets one of another version aside. Raises
-    sqlite3.Error."""
+    """Opens or creates the database for writing, and renames one of another version. Raises sqlite3.Error."""
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:
         for pragma in PRAGMAS:
@@ -293,7 +279,7 @@ def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a database, its log included, and returns its new name. Raises OSError."""
+    """Renames a database with its log, and returns its new name. Raises OSError."""
     new = path.with_name(f"{path.stem}.{why}{path.suffix}")
     for side in SIDE_FILES:
         old = path.with_name(path.name + side)

@@ -1,4 +1,4 @@
-"""Holds a tiny arithmetic task, its data, tokenizer and base models, so that the whole loop runs on a two-core CPU."""
+"""A tiny arithmetic task with data, tokenizer and base models, so that the whole loop runs on a two-core CPU."""
 
 from pathlib import Path
 

@@ -1,11 +1,10 @@
-"""Rewards what a random text earns half of the time: the benchmarks' groups are mixed without a model that can add."""
+"""Reward that a random text earns half of the time: benchmarks get mixed groups without a model that can add."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Returns 1.0 for an even number of characters, else -1.0."""
     return 1.0 if len(solution_str) % 2 == 0 else -1.0
 
 

@@ -1,7 +1,4 @@
-"""Makes the tiny Qwen2 model: its shape, random initial weights, and how model and tokenizer are saved in one folder.
-
-In: sizes and a seed. Out: a `Qwen2ForCausalLM` in float32; about 0.9M parameters with the defaults.
-"""
+"""Makes and saves the tiny Qwen2 model (float32, about 0.9M parameters by default)."""
 
 from pathlib import Path
 
@@ -22,10 +19,8 @@ def make_model(
     max_positions: int = 4096,
     initializer_range: float = 0.02,
 ) -> Qwen2ForCausalLM:
-    """Makes random weights over the tokenizer's vocabulary; the same seed gives the same weights.
-
-    Raises ValueError when the sizes do not divide.
-    """
+    """Returns a model with random weights for the tokenizer's vocabulary; the same seed gives the same weights. Raises
+    ValueError when the sizes do not divide."""
     if hidden % heads or heads % key_value_heads:
         raise ValueError(
             f"`hidden` ({hidden}) must be a multiple of `heads` ({heads}), and that of `key_value_heads` "
@@ -53,13 +48,11 @@ def make_model(
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """Writes weights, configurations and tokenizer, as `transformers` and vLLM load them.
-
-    The generation configuration names only the stop and padding tokens: vLLM would take sampling options in it as
-    defaults for every request.
-    """
+    """Writes weights, configurations and tokenizer in the format of `transformers` and vLLM. The generation
+    configuration names only the stop and padding tokens: vLLM would take sampling options in it as defaults for every
+    request."""
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
-    # safetensors writes for the owner only; a package or an image is read by other users.
+    # safetensors makes the file readable by its owner only; a package or an image is read by other users.
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)

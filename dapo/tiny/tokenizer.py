@@ -1,8 +1,5 @@
-"""Makes a character tokenizer with a chat template: one token per ASCII character and one per turn marker.
-
-In: the wanted vocabulary size. Out: a `Qwen2Tokenizer` over single bytes with no merges. It is that class because
-`AutoTokenizer` insists on it for a Qwen2 model, whatever the tokenizer's own files say.
-"""
+"""Makes a character tokenizer with a chat template: one token per ASCII character and one per turn marker. It is a
+`Qwen2Tokenizer` over single bytes without merges, because `AutoTokenizer` requires this class for a Qwen2 model."""
 
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -11,7 +8,7 @@ PAD, END = "<|pad|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, SYSTEM, USER, ASSISTANT)
 
-# What people type comes first, so that a small vocabulary still holds it; then the other bytes in their order.
+# Typable characters come first, so that a small vocabulary has them; then the other bytes in their order.
 _TEXT_BYTES = (*b"\n", *range(32, 127))
 _BYTES = (*_TEXT_BYTES, *(byte for byte in range(256) if byte not in _TEXT_BYTES))
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + len(_TEXT_BYTES)
@@ -30,11 +27,8 @@ _CHAT_TEMPLATE = (
 
 
 def vocabulary(size: int) -> list[str]:
-    """Returns tokens by id: the special ones, newline and printable ASCII, other bytes, then unused `<|reserved_i|>`
-    ones.
-
-    Bytes are spelt as byte-level BPE spells them (a space is `Ġ`). Raises ValueError below `MIN_VOCAB_SIZE`.
-    """
+    """Returns tokens by id: special tokens, newline and printable ASCII, other bytes, then unused `<|reserved_i|>`.
+    Bytes are spelt as in byte-level BPE (a space is `Ġ`). Raises ValueError below `MIN_VOCAB_SIZE`."""
     if size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"`vocab_size` ({size}) must be at least {MIN_VOCAB_SIZE}: turn markers, newline and printable ASCII"
@@ -46,10 +40,8 @@ def vocabulary(size: int) -> list[str]:
 
 
 def make_tokenizer(vocab_size: int = FULL_VOCAB_SIZE, max_length: int = 4096) -> Qwen2Tokenizer:
-    """Makes the tokenizer over `vocabulary(vocab_size)`; end of turn is end of sequence, padding is a token of its own.
-
-    From `FULL_VOCAB_SIZE` on every text survives a round trip; below it, bytes that have no token are dropped.
-    """
+    """Returns the tokenizer of `vocabulary(vocab_size)`; end of turn is end of sequence, padding has its own token.
+    With `FULL_VOCAB_SIZE` or more every text survives a round trip; below, bytes without a token are dropped."""
     return Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(vocabulary(vocab_size))},
         merges=[],

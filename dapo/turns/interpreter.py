@@ -1,8 +1,5 @@
-"""Runs Python programs that the policy wrote, in the sandbox, beside the event loop of a rollout function's worker.
-
-In: a program. Out: its outcome; for `tool_use`, what is to be read of it. Of many that come at once some wait for a
-thread, which does not count against the time of the function.
-"""
+"""Runs the policy's Python programs in the sandbox without blocking the event loop of a rollout function's worker. If
+many programs come at once, some wait for a thread; that time does not count against the function's time limit."""
 
 import asyncio
 from itertools import count
@@ -11,14 +8,14 @@ from dapo.sandbox import shared
 from dapo.sandbox.program import Outcome, Program, SandboxError
 from dapo.turns.patience import queued
 
-STANDSTILL_S = 600.0  # in which none of the programs that wait has begun: the longest of those that run ends before
+STANDSTILL_S = 600.0  # without a new program starting; longer than any program runs
 
 _begun = count(1)
-_latest = 0  # number of the program that began last
+_latest = 0  # number of the last program that began
 
 
 async def run(program: Program) -> Outcome:
-    """Returns what a program did. Raises SandboxError where the machinery failed, and not the program."""
+    """Raises SandboxError if the sandbox failed, not the program."""
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     def work() -> Outcome:
@@ -33,11 +30,12 @@ async def run(program: Program) -> Outcome:
             await _place(begun)
         return await running
     finally:
-        running.cancel()  # one that has not begun never does
+        running.cancel()  # a program that has not begun never starts
 
 
 async def _place(begun: asyncio.Event) -> None:
-    """Waits until a program has begun, as long as others do. Raises SandboxError where none does."""
+    """Waits until a program has begun, while other programs begin. Raises SandboxError if none does for
+    `STANDSTILL_S`."""
     while not begun.is_set():
         before = _latest
         try:
@@ -48,8 +46,8 @@ async def _place(begun: asyncio.Event) -> None:
 
 
 async def interpret(source: str, max_chars: int) -> str:
-    """Returns what the program wrote to standard output, then why it ended where that was not by itself: at most
-    `max_chars` characters. Raises SandboxError as `run` does."""
+    """Returns the program's standard output and, if it did not end normally, the reason: at most `max_chars` characters
+    (then "..."). Raises SandboxError as `run` does."""
     outcome = await run(Program(source=source))
     shown = "\n".join(filter(None, [outcome.stdout.strip(), _fault(outcome)])) or "no output"
     return shown if len(shown) <= max_chars else f"{shown[:max_chars]}..."

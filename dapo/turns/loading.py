@@ -1,7 +1,4 @@
-"""Finds the rollout function: a ready one by its short name, a person's own in a file or an importable module.
-
-In: `rollout.function`. Out: the loaded function; or a ValueError with key, value and remedy.
-"""
+"""Loads the rollout function: a ready one by short name, a user-defined one from a file or an importable module."""
 
 import hashlib
 import importlib
@@ -22,8 +19,8 @@ KEY = "rollout.function"
 
 
 def load(spec: RolloutFunctionConfig) -> Function:
-    """Returns the function. A file is loaded under a name of its own: it shadows no module, and its folder does not
-    enter the search path."""
+    """Returns the function. A file is loaded under a unique module name: it shadows no module, and its folder is not
+    added to the search path. Raises ValueError with key, value and remedy."""
     try:
         module = _module(spec.path)
     except (Exception, SystemExit) as error:
@@ -48,8 +45,7 @@ def load(spec: RolloutFunctionConfig) -> Function:
 
 
 def _check_values(function: Function, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for an argument that is not of the type that a ready function says: its responses would fail,
-    one after the other."""
+    """Raises ValueError for an argument of the wrong type for a ready function; otherwise every response would fail."""
     for name, value in kwargs.items():
         kind = inspect.signature(function).parameters[name].annotation
         if type(value) is not kind:
@@ -57,19 +53,19 @@ def _check_values(function: Function, kwargs: dict[str, Any]) -> None:
 
 
 def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:
-    """Returns whether the function, called with `kwargs`, runs programs of the model in the sandbox: its module says so
-    by RUNS_PROGRAMS, which is true or the name of the argument that turns it on."""
+    """Whether the function, called with `kwargs`, runs programs of the model in the sandbox: RUNS_PROGRAMS of its
+    module is true or names the argument that enables it."""
     flag = vars(sys.modules[function.__module__]).get("RUNS_PROGRAMS")
     return flag is True or (isinstance(flag, str) and bool(kwargs.get(flag)))
 
 
 def digest_of(function: Function) -> str:
-    """Returns the SHA-256 of the file that a loaded function is of: all workers of a run must agree on it."""
+    """SHA-256 of the function's file; all workers of a run must agree on it."""
     return hashlib.sha256(Path(str(sys.modules[function.__module__].__file__)).read_bytes()).hexdigest()
 
 
 def file_of_function(spec: RolloutFunctionConfig) -> dict[str, str]:
-    """Returns a line that says which file a person's own function is of, by key: a run that goes on compares it."""
+    """Returns the file, name and SHA-256 of a user-defined function by key, for comparison when a run is resumed."""
     if not spec.path.endswith(".py"):
         return {}
     file = Path(spec.path).expanduser()

@@ -1,7 +1,4 @@
-"""Runs a rollout function for one response, from one request for tokens to the next. Plain asyncio.
-
-In: what the policy sampled. Out: the next `Ask`, the `Trajectory`, or why there is none.
-"""
+"""Runs a rollout function for one response with asyncio, from one `Ask` to the next."""
 
 import asyncio
 import time
@@ -16,7 +13,7 @@ from dapo.turns.patience import Stopwatch, watch
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
 from dapo.types import Prompt, Sampling
 
-PLACEHOLDER = "dapo turn"  # stands for the policy's text where the chat template is asked what follows it
+PLACEHOLDER = "dapo turn"  # replaces the policy's text when rendering the chat template
 LEFT = (
     "a call of `generate` was cancelled, and the policy answers it all the same: no turn can be taken back; set time "
     "limits around other work alone"
@@ -26,21 +23,20 @@ Function = Callable[..., Awaitable[Any]]
 
 
 class Turns:
-    """Fulfils `dapo.turns.protocol.Generate` for one call of a function."""
+    """Implements `dapo.turns.protocol.Generate` for one function call."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Begins without a turn. template_kwargs: `data.chat_template_kwargs`."""
         self.tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}
         self.asked: asyncio.Queue[Ask] = asyncio.Queue()
-        self.left = False  # whether a call was cancelled before it was answered
+        self.left = False  # whether a call was cancelled before its answer
         self._last: tuple[int, ...] = ()
         self._answer: asyncio.Future[Generated] | None = None
 
     async def __call__(
         self, token_ids: Sequence[int] = (), *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None
     ) -> Generated:
-        """Raises ValueError for tokens that there are not, and where another call is not awaited yet, or was left."""
+        """Raises ValueError for invalid tokens or arguments, or if the last call was not awaited or was cancelled."""
         if self.left:
             raise ValueError(LEFT)
         if self._answer is not None:
@@ -62,13 +58,13 @@ class Turns:
             raise
         finally:
             self._answer = None
-        self._last = generated.token_ids or self._last  # without any, there was no room for `ids` either
+        self._last = generated.token_ids or self._last  # empty if there was no room, not even for `ids`
         return generated
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns what `dapo.turns.protocol.Generate` says. Raises ValueError where the template drops a turn."""
+        """See `dapo.turns.protocol.Generate`. Raises ValueError if the template drops a turn."""
         special = special_tokens(self.tokenizer)
-        plain = [(role, spelled_out(special, content)) for role, content in messages]  # no control of the context
+        plain = [(role, spelled_out(special, content)) for role, content in messages]  # no control tokens
         turns = (("user", PLACEHOLDER[::-1]), ("assistant", PLACEHOLDER), *plain)
         _, found, rest = rendered(self.tokenizer, turns, self._template_kwargs).rpartition(PLACEHOLDER)
         if not found:
@@ -77,14 +73,11 @@ class Turns:
         return ids[1:] if self._last and ids[:1] == [self._last[-1]] else ids
 
     def answer(self, generated: Generated) -> None:
-        """Lets the function go on."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(generated)
 
 
 class Session:
-    """Holds one call of a function."""
-
     def __init__(
         self,
         function: Function,
@@ -94,13 +87,12 @@ class Session:
         tokenizer: Any,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts the call. template_kwargs: `data.chat_template_kwargs`."""
         self._turns = Turns(tokenizer, template_kwargs)
         self._watch = Stopwatch()
         self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs, self._watch))
 
     async def step(self, timeout_s: float) -> Step:
-        """Returns what the function wants next, within `timeout_s`, or that it has still to wait for a place."""
+        """Returns the function's next step within `timeout_s`, or `Queued` if it spent part of that time queued."""
         until = time.monotonic() + timeout_s
         asked = asyncio.ensure_future(self._turns.asked.get())
         try:
@@ -129,17 +121,15 @@ class Session:
             return Failed(detail=f"it returned {type(result).__name__}; it must return a Trajectory with text")
         if self._turns.left:
             return Failed(detail=LEFT)
-        # Without lone surrogates, which JSON of the model's may hold and no file: a checkpoint takes the text as it is.
+        # Replaces lone surrogates, which the model's JSON may produce: checkpoints cannot store them.
         return Trajectory(text=result.text.encode("utf-8", "replace").decode())
 
     async def resume(self, generated: Generated, timeout_s: float) -> Step:
-        """Hands over what it asked for; returns what it wants next."""
         self._watch.restart()
         self._turns.answer(generated)
         return await self.step(timeout_s)
 
     def close(self) -> None:
-        """Ends the call."""
         self._task.cancel()
 
 
@@ -149,5 +139,5 @@ async def _called(
     watch.set(own)
     try:
         return await function(prompt, turns, sampling, **kwargs)
-    except SystemExit as error:  # as of an argument parser; a task would end its process, and all other calls with it
+    except SystemExit as error:  # a task would end the process and all other calls
         raise RuntimeError(f"it wanted to end the process (SystemExit: {error})") from error

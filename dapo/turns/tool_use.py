@@ -1,10 +1,10 @@
-"""Gives the policy a calculator and, where that is wanted, a Python interpreter, which it may call several times.
+"""Gives the policy a calculator and, optionally, a Python interpreter, which it may call several times.
 
     policy: <calc>17*23</calc>               tool: <result>391</result>   policy: ... Answer: 391
     policy: <python>print(2**9)</python>     tool: <result>512</result>   policy: ... Answer: 512
 
-A parser for arithmetic reads what is between `<calc>` and `</calc>`; nothing runs it as a program. Programs run in the
-sandbox (`dapo.sandbox`), each by itself.
+Text between `<calc>` and `</calc>` is parsed as arithmetic and never run as a program. Programs run separately in the
+sandbox (`dapo.sandbox`).
 """
 
 import ast
@@ -17,12 +17,12 @@ from dapo.turns.interpreter import interpret
 from dapo.turns.protocol import Generate, Trajectory
 from dapo.types import Prompt, Sampling
 
-RUNS_PROGRAMS = "python"  # the argument that lets it run programs of the model
+RUNS_PROGRAMS = "python"  # the argument that enables running the model's programs
 BEGIN, END = "<calc>", "</calc>"
 PYTHON_BEGIN, PYTHON_END = "<python>", "</python>"
-MAX_CHARS, MAX_DIGITS = 200, 60  # of what is worked out, and of its result
+MAX_CHARS, MAX_DIGITS = 200, 60  # of an expression, and of its result
 MAX_EXPONENT = 200
-# No words: behind a number, such as in `1if`, Python's parser warns of them on standard error.
+# No keywords: Python's parser warns on standard error of text such as `1if`.
 _WRITTEN = re.compile(r"[\s0-9a-fA-FxXoO_.+\-*/%()]*")
 
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -44,14 +44,14 @@ async def rollout(
     python: bool = False,
     max_result_chars: int = 400,
 ) -> Trajectory:
-    """Returns the text of all turns, results included. After `max_calls` the policy is answered no more. python:
-    whether there is an interpreter too. max_result_chars: of what a program wrote."""
+    """Returns the text of all turns, including results. After `max_calls` the policy gets no more results. python:
+    whether there is an interpreter too. max_result_chars: limit of a program's output."""
     text, given = "", ()
-    as_text = {"add_special_tokens": False, "split_special_tokens": True}  # a program may write those that end a turn
+    as_text = {"add_special_tokens": False, "split_special_tokens": True}  # a program may print special tokens
     for _ in range(max_calls):
         turn = await generate(given, stop=(END, PYTHON_END) if python else END)
         text += turn.text
-        # The token that completes a stop string may go on behind it.
+        # The token that completes a stop string may contain more text after it.
         ends = [end for end in (END, PYTHON_END)[: 1 + python] if end in turn.text]
         if turn.finish_reason != "stop" or not ends:
             return Trajectory(text=text)
@@ -67,8 +67,8 @@ async def rollout(
 
 
 def calculate(expression: str) -> str:
-    """Returns the value of an expression of numbers, `+ - * / // % **` and brackets: exact, as an integer or fraction;
-    or `error`, with the reason.
+    """Returns the exact value (integer or fraction) of an expression of numbers, `+ - * / // % **` and brackets; or
+    `error` with the reason.
 
     >>> calculate("17*23"), calculate("1/3 + 1/6"), calculate("2**10"), calculate("1/0"), calculate("x")
     ('391', '1/2', '1024', 'error: division by zero', 'error: not arithmetic')
@@ -105,7 +105,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    """Raises ValueError for numbers that take long to compute with."""
+    """Raises ValueError for numbers that are too large to compute with quickly."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4096:
         raise ValueError("too large")
     return value

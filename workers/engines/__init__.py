@@ -1,1 +1,1 @@
-"""Runs one vLLM engine in a Ray actor, and keeps its place on the driver when its processes die."""
+"""vLLM engines: one Ray actor per engine, and driver-side code that replaces an engine when its processes die."""

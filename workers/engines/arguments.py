@@ -1,7 +1,4 @@
-"""Makes the engines' arguments.
-
-In: the configuration and the device. Out: keyword arguments of vLLM, which this module does not load.
-"""
+"""Builds vLLM's keyword arguments from the configuration and the device. Does not import vLLM."""
 
 from typing import Any
 
@@ -11,16 +8,14 @@ from dapo.derived import gpus_per_engine, takes_turns
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
-    """Returns vLLM's arguments: what follows from other keys, the needs of a CPU engine, and `rollout.vllm` above
-    both.
-    """
+    """Returns vLLM's arguments. Entries of `rollout.vllm` override those derived from other keys."""
     window = cfg.data.max_prompt_length + cfg.data.max_response_length
     args: dict[str, Any] = {
         "dtype": cfg.model.dtype,
         "max_model_len": window,
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
-        "load_format": "safetensors",  # vLLM would also take pickles
+        "load_format": "safetensors",  # vLLM would also accept pickles
     }
     if device == "cpu":
         args |= {
@@ -35,6 +30,6 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     if takes_turns(cfg):
         args["enable_sleep_mode"] = True
     if gpus_per_engine(cfg.rollout.vllm) > 1:
-        # Inside a placement group vLLM would choose Ray, and refuse our bundles of several GPUs, which are of one node.
+        # Inside a placement group vLLM would choose Ray, which rejects our single-node bundles of several GPUs.
         args["distributed_executor_backend"] = "mp"
     return args | cfg.rollout.vllm

@@ -1,4 +1,4 @@
-"""Makes the canary of an engine that has started again: a few tokens whose log-probabilities the actors compute too."""
+"""The canary of a restarted engine: a few tokens, of which engine and actors compare the log-probabilities."""
 
 import numpy as np
 
@@ -8,7 +8,6 @@ CANARY = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16)
 
 
 def canary_sequence(prompt: Int32Array, response: Response) -> TrainSequence:
-    """Returns the engine's answer to a prompt [P] as the actors take it."""
     return TrainSequence(
         token_ids=np.concatenate([prompt, response.token_ids]),
         num_prompt_tokens=len(prompt),

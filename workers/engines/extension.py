@@ -1,8 +1,9 @@
-"""Stands in vLLM's worker processes, which import it as `worker_extension_cls`: the receiver of weights, and on a CPU a
-kernel of speculation. Where the engine is one process, it is imported before the scheduler is made.
+"""Loaded into vLLM's worker processes as `worker_extension_cls`: adds the weight receiver and, on a CPU, a replacement
+for one kernel of speculative decoding. If the engine is a single process, this is imported before the scheduler is
+made.
 
-Without Triton vLLM 0.32 has kernels of its own for the rejection sampler. The one that repeats a request's temperature
-for each of its drafted tokens fills a copy, and the sampler divides logits by memory that nobody has written.
+Without Triton, vLLM 0.32 uses its own kernels in the rejection sampler. Its `expand_kernel`, which repeats a request's
+temperature for each drafted token, writes into a copy, so the sampler divides logits by uninitialised memory.
 """
 
 import logging
@@ -19,25 +20,25 @@ EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 class EngineExtension(WeightReceiverExtension):
-    """Adds to vLLM's worker class, which it is mixed into; its name makes vLLM import this module there."""
+    """Mixed into vLLM's worker class. vLLM finds it by name, and so imports this module in the worker."""
 
-    available_kv_cache_memory_bytes: int  # on a GPU, unless vLLM was told
+    available_kv_cache_memory_bytes: int  # set on a GPU, unless the size was configured
 
     def measured_cache_bytes(self) -> int:
-        """Returns the bytes of KV cache that vLLM found room for on this GPU; 0 where it did not measure."""
+        """Returns the bytes vLLM found available for KV cache on this GPU; 0 if it did not measure."""
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
 
 def expand(
     output: Tensor, values: Tensor, ends: Tensor, replace_from: float, replace_to: float, max_num_tokens: int = 0
 ) -> None:
-    """Writes values [B] into output [T], value b where ends[b - 1] <= t < ends[b]; ends: [B], the last one is T."""
+    """Writes values [B] into output [T]: value b where ends[b - 1] <= t < ends[b]. ends: [B]; the last one is T."""
     replaced = torch.where(values == replace_from, replace_to, values)
     output.copy_(replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
-# It warns that a scheduler of one's own may not fit the next vLLM; `check_version` stands before that.
+# Drop the warning that a custom scheduler may break with a new vLLM: `check_version` guards against that.
 logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
-if not HAS_TRITON:  # on a CPU, that is
+if not HAS_TRITON:  # on a CPU
     register_kernels({EXPAND: expand})
 end_with_actor()

@@ -1,7 +1,5 @@
-"""Follows one group on the driver: where it is generated, which of its responses have not ended and what they have.
-
-In: parts of responses, as engines give them. Out: whole ones; or what there is of them, where the group is not wanted.
-"""
+"""Driver-side state of one group: where it is generated, and its unfinished responses with their parts so far. Joins
+the parts that engines return; responses of an unwanted group are returned incomplete."""
 
 import asyncio
 from collections import defaultdict
@@ -15,24 +13,23 @@ from workers.engines.slot import EngineSlot
 from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait
 
-_ending: set[asyncio.Task[None]] = set()  # asyncio keeps no task from being collected
-PAUSE_S = 0.002  # before an engine is asked again to end what it did not know yet
+_ending: set[asyncio.Task[None]] = set()  # asyncio holds only weak references to tasks
+PAUSE_S = 0.002  # before the first repeated abort
 
 
 @dataclass(kw_only=True, slots=True)
 class Prefix:
-    """Stands for tokens that several requests begin with. engine: number of the one that has computed them last, and
-    serves the next of these requests where it can; -1 before the first."""
+    """A token prefix shared by several requests. engine: number of the engine that computed it last, preferred for the
+    next of these requests; -1 before the first."""
 
     engine: int = -1
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningGroup:
-    """Follows a group from its start to its last response. left: responses that have not ended, by number. home: where
-    it is generated, and by which start of that engine; None while it waits for one. aborted, put_down: its engine was
-    asked to end it, for good or until another takes it up. prefix: what it begins with.
-    """
+    """A group from its start to its last response. left: unfinished responses, by number. home: the engine slot that
+    generates it, with the actor it started on; None while it waits for an engine. aborted: it was aborted for good.
+    put_down: it was aborted on its engine, to be resumed on any engine. prefix: its token prefix."""
 
     left: dict[int, Unfinished]
     background: bool = False
@@ -42,12 +39,11 @@ class RunningGroup:
     prefix: Prefix = field(default_factory=Prefix)
 
     def runs_on(self, slot: EngineSlot) -> None:
-        """Notes which engine generates it from now on."""
         self.home, self.put_down = (slot, slot.worker), False
         self.prefix.engine = slot.number
 
     def take(self, number: int, part: Response) -> Response | None:
-        """Takes the next part of a response; returns the response if it has ended."""
+        """Adds the next part of a response; returns the response if it has ended."""
         response = self.left[number].add(part)
         if response.aborted and self.put_down and not self.aborted:
             return None
@@ -55,21 +51,16 @@ class RunningGroup:
         return response
 
     def rest(self) -> list[tuple[int, Response]]:
-        """Ends what no engine will take up; returns it with what was put down of it."""
+        """Removes and returns the responses that no engine will resume, with the tokens they have so far."""
         rest = [(number, unfinished.so_far) for number, unfinished in self.left.items()]
         self.left.clear()
         return rest
 
 
 async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Collection[str]], timeout_s: float) -> None:
-    """Lets the engines end groups, by key, until none is `running`.
-
-    An engine knows a request only some time after it was asked for it, and ignores to end an unknown one: asked again
-    until all are gone.
-
-    Raises:
-        RemoteError: they are not gone after `timeout_s` (`rollout.timeout_s`).
-    """
+    """Aborts groups on their engines until `running` returns no key. Repeats the aborts, because an engine ignores an
+    abort of a request that has not reached it yet. Raises RemoteError if some still run after `timeout_s`
+    (`rollout.timeout_s`)."""
     pause = PAUSE_S
     deadline = asyncio.get_running_loop().time() + timeout_s
     while keys := running():
@@ -85,15 +76,15 @@ async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Coll
 
 
 def give_up(key: str, slot: EngineSlot, worker: Any, timeout_s: float) -> None:
-    """Asks an engine to end a group that nobody waits for any more; waits beside whatever comes next. It is asked at
-    once: a group that is started again under the same name comes after it."""
+    """Aborts, in the background, a group that nobody waits for any more. The call is sent at once, so that a group that
+    is started again under the same key comes after it."""
     task = asyncio.ensure_future(_asked(slot, worker.abort.remote([key]), timeout_s, suppress(RemoteError)))
     _ending.add(task)
     task.add_done_callback(_ending.discard)
 
 
 async def _abort_on(slot: EngineSlot, worker: Any, keys: list[str], timeout_s: float) -> None:
-    await _asked(slot, worker.abort.remote(keys), timeout_s, suppress(WorkerLost))  # then they have ended
+    await _asked(slot, worker.abort.remote(keys), timeout_s, suppress(WorkerLost))  # its requests have ended with it
 
 
 async def _asked(slot: EngineSlot, answer: Any, timeout_s: float, allowed: suppress) -> None:

@@ -1,8 +1,5 @@
-"""Keeps engines running: watches over them, replaces those that are lost, gives up those that are lost too often, and
-lets those sleep that share GPUs with the actors while these train, as deep as is known to be safe.
-
-In: slots. Out: which engines run, and since which start; a reason when too few are left.
-"""
+"""Keeps engines running: starts them, replaces lost ones, and drops those lost too often. Puts engines that share GPUs
+with the actors to sleep while the actors train, at the deepest level of vLLM's sleep that is known to work."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +12,18 @@ from workers.engines.load import engine_metrics
 from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, wait_for_all
 
-PAUSE_S = 1.0  # before an engine that could not be started is tried again
+PAUSE_S = 1.0  # after a failed start
 DEEPEST, LIGHTEST = 2, 1  # levels of vLLM's sleep: without weights, with weights on the host
 
 
 class Keeper:
-    """Holds the slots. changed: set, and replaced, whenever an engine may serve or none will. exhausted: why the run
-    cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated. turn:
-    set while the engines, and not the actors, have the GPUs that both share; none that shares them starts otherwise:
-    those that are lent GPUs, or all where none is. level: of vLLM's sleep, decided by the first comparison with the
-    actors after it; level_proven: engines that slept at it served what the actors compute.
+    """All engine slots.
+
+    changed: set, then replaced, whenever an engine may serve or none ever will. exhausted: why the run cannot go on.
+    rejoin: gives a restarted engine its weights; must be set before the first group is generated. turn: set while the
+    engines, not the actors, own the GPUs that both share; engines on shared GPUs start only then. Those are the lent
+    engines, or all engines if none is lent. level: of vLLM's sleep, decided by the first comparison with the actors
+    after a sleep. level_proven: engines that slept at this level computed the same as the actors.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class Keeper:
         release: Callable[[int], None],
         lent: int = 0,
     ) -> None:
-        """Makes the engines' actors. options: Ray options of each engine. release: gives the place of an engine back
-        that is given up. lent: how many of them, the last ones, are lent the actors' GPUs."""
+        """options: Ray options of each engine. release: frees the placement of an engine that is dropped for good.
+        lent: number of engines, the last ones, that run on GPUs lent by the actors."""
         count = len(options)
         self.slots = [
             EngineSlot(number, each, cfg, count=count, lent=number >= count - lent)
@@ -57,15 +56,15 @@ class Keeper:
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
-        """Starts all engines side by side, and those that fail again. Raises RemoteError where one does not start."""
+        """Starts all engines in parallel, retrying failures. Raises RemoteError if one does not start."""
         await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in self.slots)
         for slot in self.slots:
             slot.serving = True
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
 
     async def _start(self, slot: EngineSlot, *arguments: Any) -> None:
-        """Starts an engine for the first time: as often as one that is lost, but not after a failure that comes again
-        in the same words, as a wrong argument's does."""
+        """Starts an engine for the first time, with the usual restart limit. A failure that repeats with the same
+        message, such as a wrong argument, is not retried."""
         before, start = "", slot.start
         while not slot.started:
             try:
@@ -80,7 +79,6 @@ class Keeper:
         slot.limit.worked()
 
     async def _watch(self, slot: EngineSlot, *arguments: Any) -> None:
-        """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""
         while True:
             reason = await slot.until_lost()
             self._warn(f"engine {slot.number} is lost: {reason}")
@@ -110,13 +108,13 @@ class Keeper:
             self.notify()
 
     def takes_turns(self, slot: EngineSlot) -> bool:
-        """Returns whether the engine's GPUs are the actors' in their turn."""
+        """Whether the engine shares its GPUs with the actors."""
         return slot.lent or not self.lends
 
     async def sleep(self) -> None:
-        """Lets all engines that share GPUs sleep, and starts none of them until `turn` is set again. One that starts at
-        this moment is waited for; one that does not sleep is dropped, so that another takes its place later. As long as
-        the level is not proven, every engine is compared with the actors before it serves again."""
+        """Puts all engines that share GPUs to sleep, and starts none of them until `turn` is set again. Waits for an
+        engine that is starting; drops one that fails to sleep, to be replaced later. Until the sleep level is proven,
+        every engine is compared with the actors before it serves again."""
         if not self.level_proven:
             for slot in filter(self.takes_turns, self.slots):
                 slot.proven = False
@@ -139,8 +137,8 @@ class Keeper:
             slot.drop()
 
     async def sleep_lighter(self, why: str) -> bool:
-        """Lets the engines sleep again, but keep their weights on the host from now on; returns False where they have
-        never slept, have served well after it, or keep them already."""
+        """Puts the engines to sleep again, with their weights kept on the host from now on. Returns False if they never
+        slept, have served correctly after a sleep, or keep their weights already."""
         if not self._slept or self.level_proven or self.level == LIGHTEST:
             return False
         self._warn(f"engines keep a copy of their weights on the host while they sleep (level 1): {why}")
@@ -149,16 +147,17 @@ class Keeper:
         return True
 
     def served(self, members: Sequence[int]) -> None:
-        """Notes that these engines serve: the GPUs are theirs, and they compute what the actors do. Without any that
-        shares GPUs, those that are lent none are not concerned."""
+        """Records that these engines serve: they own their GPUs, and agree with the actors. If some engines are lent
+        GPUs, but none of these, does nothing."""
         if self.lends and not any(self.slots[number].lent for number in members):
             return
         self.level_proven |= any(self.slots[number].rested for number in members)
         self.turn.set()
 
     async def _rejoin(self, slot: EngineSlot) -> None:
-        """Lets an engine that has started again serve; one that cannot join the weight sync, twice, is dropped: where
-        no other serves, there would be no batch and no later sync. What ends the actors, theirs takes up."""
+        """Lets a restarted engine serve. An engine that fails to join the weight sync twice is dropped: if no other one
+        serves, there would be no batch and no later sync. Errors other than RemoteError are only logged: a failure of
+        the actors is handled elsewhere."""
         assert self.rejoin is not None
         for another in (True, False):
             try:
@@ -186,19 +185,16 @@ class Keeper:
         self.notify()
 
     def notify(self) -> None:
-        """Wakes who waits for an engine."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]:
-        """Returns the engines that run, and can take part in a weight sync: those that are lent GPUs, or the others."""
+        """Returns the running engines that can take part in a weight sync: the lent ones, or the others."""
         return tuple(slot.number for slot in self.slots if slot.started and slot.lent == lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
-        """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.
-
-        Their watch puts others in their places.
-        """
+        """Drops those of these engines that have ended or do not answer within `grace_s`; returns whether there are
+        any. Their watch tasks replace them."""
         asked = [(slot, slot.worker) for slot in map(self.slots.__getitem__, members)]
         answers = await asyncio.gather(*[slot.answers(grace_s) for slot, _ in asked])
         for (slot, worker), there in zip(asked, answers, strict=True):
@@ -207,19 +203,17 @@ class Keeper:
         return not all(answers)
 
     def tokens_per_s(self) -> float:
-        """Returns how many tokens all engines generated a second lately, by their last signs of life."""
         return sum(slot.follower.tokens_per_s() for slot in self.slots)
 
     def lap(self, gpus_per_engine: int) -> dict[str, float]:
-        """Returns what the engines did since the last lap, as far as their signs of life told, and how many were
-        replaced so far, as metrics. gpus_per_engine: 0 on a CPU."""
+        """Returns metrics of the engines since the last lap, from their pulses, and the total number of restarts.
+        gpus_per_engine: 0 on a CPU."""
         laps = {slot.number: lap for slot in self.slots if (lap := slot.follower.lap()) is not None}
         lent = {slot.number for slot in self.slots if slot.lent}
         restarts = {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
         return restarts | engine_metrics(laps, gpus_per_engine, lent)
 
     async def stop(self, grace_s: float) -> None:
-        """Lets the engines end their processes for `grace_s`, then kills what is left."""
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*[slot.stop(grace_s) for slot in self.slots])

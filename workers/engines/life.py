@@ -1,9 +1,5 @@
-"""Tells whether an engine still works: does its process answer, and does it compute tokens?
-
-In: a running `AsyncLLM` and vLLM's statistics of each of its steps. Out: a `Pulse`, on request, which also brings what
-the engine did (`workers.engines.load`). vLLM's `check_health` finds a process that has ended, and not one that stands
-still.
-"""
+"""Tells whether an engine still works: whether its process answers, and whether it computes tokens. vLLM's
+`check_health` detects a process that has ended, but not one that hangs."""
 
 import asyncio
 import time
@@ -13,13 +9,14 @@ from typing import Any
 from workers.engines.load import EngineCounts, EngineMeter
 from workers.remote import WorkerLost
 
-ECHO_S = 0.2  # an answer that takes longer is looked at with the next pulse
+ECHO_S = 0.2  # a later answer is checked at the next pulse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """Says how an engine does. requests: that it holds. silent_s: for how long its process has owed an answer. idle_s:
-    since its last token; 0 where it holds no request, or a weight sync holds them all up. counts: of what it did."""
+    """State of an engine, returned on request. requests: number it holds. silent_s: seconds that its process has owed
+    an answer. idle_s: seconds since its last token; 0 if it holds no request, or a weight sync pauses it. counts: its
+    work."""
 
     requests: int
     silent_s: float
@@ -28,8 +25,7 @@ class Pulse:
 
 
 class LifeSigns:
-    """Follows one engine, in its actor. meter: counts what it does. lost: why it is of no use, though its process
-    lives."""
+    """Health of one engine, in its actor. meter: counts its work. lost: why it is unusable while its process lives."""
 
     def __init__(self) -> None:
         self.lost = ""
@@ -38,17 +34,13 @@ class LifeSigns:
         self.meter = EngineMeter()
 
     def computed(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        """Notes a step of the engine, by vLLM's statistics of it."""
         self.meter.step(scheduler_stats, iteration_stats)
         if iteration_stats and (iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens):
             self._computed = time.monotonic()
 
     async def pulse(self, engine: Any, requests: int) -> Pulse:
-        """Returns how the engine does, which holds that many requests. Its process is asked something trivial.
-
-        Raises:
-            WorkerLost: the process has ended, or the engine is lost otherwise.
-        """
+        """Returns the state of the engine, after a trivial call to its process. requests: number it holds. Raises
+        WorkerLost if its process has ended, or it is unusable."""
         if engine.errored:
             raise WorkerLost("its engine process has ended")
         if self.lost:
@@ -69,10 +61,9 @@ class LifeSigns:
 
 
 class Statistics:
-    """Takes vLLM's statistics of every step; fulfils its `StatLoggerBase`."""
+    """Receives vLLM's statistics of every step; implements its `StatLoggerBase`."""
 
     def __init__(self, signs: LifeSigns) -> None:
-        """Hands each step on to `signs`."""
         self._signs = signs
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,5 @@
-"""Counts what an engine does, from vLLM's own statistics of each of its steps, and makes metrics of it.
-
-In: `SchedulerStats` and `IterationStats` of vLLM, in the engine's actor. Out: counts since its start, which travel with
-every sign of life; on the driver their growth between two steps, as `perf/engine/`.
-"""
+"""Counts what an engine does, from vLLM's statistics of each step. The counts since its start are sent to the driver
+with every pulse; the driver reports their growth between two training steps as metrics `perf/engine/`."""
 
 import time
 from collections import deque
@@ -14,18 +11,18 @@ import psutil
 
 from dapo.measure.usage import Level, resident_bytes
 
-RECENT_S = 5.0  # over which an engine's speed is told between two steps
+RECENT_S = 5.0  # averaging window of an engine's current speed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCounts:
-    """Counts what one engine did since its start. Made in its actor, consumed by `Follower`.
+    """What one engine did since its start. Made in its actor, consumed by `Follower`.
 
-    seconds: since then. tokens: generated. drafts, drafted, accepted: how often tokens were proposed for a request, how
-    many in all, and how many of these were kept; each draft gives one token more, which the engine samples.
-    preemptions: requests put back for lack of KV cache. busy_s: in which a request ran. running_s, waiting_s, kv_s:
-    integrals over time of the requests that ran and waited, and of the share of the KV cache in use. kv_peak: the
-    greatest share since the last counts. resident_bytes: of its processes, now.
+    seconds: since the start. tokens: generated. drafts: how often tokens were drafted for a request. drafted, accepted:
+    tokens drafted, and of these kept; each draft also yields one token that the engine samples. preemptions: requests
+    returned to the queue for lack of KV cache. busy_s: seconds with a running request. running_s, waiting_s, kv_s: time
+    integrals of the running requests, the waiting requests and the used share of the KV cache. kv_peak: largest share
+    since the last counts. resident_bytes: of its processes, now.
     """
 
     seconds: float
@@ -42,27 +39,23 @@ class EngineCounts:
     resident_bytes: int
 
     def since(self, before: "EngineCounts") -> "EngineCounts":
-        """Returns what was added; kv_peak and resident_bytes as they are."""
+        """Returns the growth since `before`; kv_peak and resident_bytes are not differences."""
         added = {field.name for field in fields(self)} - {"kv_peak", "resident_bytes"}
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in added})
 
 
 class EngineMeter:
-    """Counts in the engine's actor."""
-
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begins to count. now: seconds, of any origin."""
         self._now, self._began = now, now()
         self._tokens = self._drafts = self._drafted = self._accepted = self._preemptions = self._held = 0
         self._busy, self._running, self._waiting, self._kv = (Level(now) for _ in range(4))
         self._processes = [psutil.Process()]
 
     def started(self) -> None:
-        """Notes that the engine runs: its processes stay the same from now on."""
         self._processes += self._processes[0].children(recursive=True)
 
     def step(self, scheduler: Any, iteration: Any) -> None:
-        """Takes the statistics of one step of the engine, either of which may be None."""
+        """Adds the statistics of one engine step; either may be None."""
         if iteration:
             self._tokens += iteration.num_generation_tokens
             held = min(self._held, iteration.num_preempted_reqs)
@@ -79,14 +72,13 @@ class EngineMeter:
                 self._accepted += drafted.num_accepted_tokens
 
     def hold(self) -> None:
-        """Notes that a weight sync puts all requests back to the queue, which vLLM counts as preemptions later."""
+        """Records that a weight sync returns all requests to the queue. vLLM counts them as preemptions later."""
         self._held = round(self._running.value)
         self._waiting.add(self._running.value)
         for level in (self._busy, self._running, self._kv):
             level.set(0.0)
 
     def read(self) -> EngineCounts:
-        """Returns the counts so far."""
         return EngineCounts(
             seconds=self._now() - self._began,
             tokens=self._tokens,
@@ -104,8 +96,6 @@ class EngineMeter:
 
 
 class Follower:
-    """Follows one engine on the driver."""
-
     def __init__(self) -> None:
         self._before: EngineCounts | None = None
         self._last: EngineCounts | None = None
@@ -113,7 +103,6 @@ class Follower:
         self._recent: deque[EngineCounts] = deque()  # of the last `RECENT_S`
 
     def heard(self, counts: EngineCounts) -> None:
-        """Takes the newest counts."""
         if self._last is None:
             self._before = counts
         self._last = counts
@@ -123,13 +112,13 @@ class Follower:
             self._recent.popleft()
 
     def tokens_per_s(self) -> float:
-        """Returns the tokens a second of the last `RECENT_S` that were heard of."""
+        """Returns tokens per second over the last `RECENT_S` of received counts."""
         if len(recent := [*self._recent]) < 2:
             return 0.0
         return (recent[-1].tokens - recent[0].tokens) / max(recent[-1].seconds - recent[0].seconds, 1e-9)
 
     def lap(self) -> EngineCounts | None:
-        """Returns what was heard since the last lap; None where nothing was."""
+        """Returns the growth since the last lap; None if no newer counts arrived."""
         before, self._before = self._before, self._last
         kv_peak, self._kv_peak = self._kv_peak, 0.0
         if self._last is None or before is None or self._last.seconds <= before.seconds:
@@ -140,8 +129,8 @@ class Follower:
 def engine_metrics(
     laps: Mapping[int, EngineCounts], gpus_per_engine: int, lent: Collection[int] = ()
 ) -> dict[str, float]:
-    """Returns the metrics of the engines that were heard of, by their numbers. gpus_per_engine: 0 on a CPU. lent: those
-    that mostly sleep, on the actors' GPUs, and count as neither idle nor busy."""
+    """Returns the metrics of the engines in `laps`, by number. gpus_per_engine: 0 on a CPU. lent: engines that mostly
+    sleep, on the actors' GPUs; they do not count towards `idle`."""
     if not laps:
         return {}
     each = {number: lap.tokens / lap.seconds for number, lap in laps.items()}

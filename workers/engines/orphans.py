@@ -1,9 +1,9 @@
-"""Ends an engine of several processes when its Ray actor is gone: else they would hold their GPUs for ever.
+"""Ends a multi-process engine when its Ray actor dies; otherwise its processes would hold their GPUs forever.
 
     Ray actor ─ starts ─▶ vLLM's engine process ─ starts ─▶ workers, one per GPU, which import this
 
-The kernel kills workers with the engine process, at their wish (`die_with`). The engine process expresses none, and
-lives on when the actor is killed, or killed by the kernel for lack of memory.
+Workers ask the kernel to kill them when the engine process ends (`die_with`). The engine process does not, and survives
+when the actor is killed, for example for lack of memory.
 """
 
 import os
@@ -18,7 +18,7 @@ POLL_S = 1.0
 
 
 def end_with_actor() -> None:
-    """Watches, in a worker process of an engine, over the process between it and the actor, where there is one."""
+    """In a worker process: watches the engine process, if there is one between this process and the actor."""
     actor, engine = int(os.environ.get(ACTOR) or 0), os.getppid()
     with suppress(OSError):
         if actor not in (0, engine) and _parent_of(engine) == actor:
@@ -26,12 +26,12 @@ def end_with_actor() -> None:
 
 
 def _watch(engine: int, actor: int) -> None:
-    with suppress(OSError):  # it has ended, and this process ends with it
+    with suppress(OSError):  # the engine process has ended, and this process ends with it
         while _parent_of(engine) == actor:
             time.sleep(POLL_S)
         os.kill(engine, signal.SIGKILL)
 
 
 def _parent_of(pid: int) -> int:
-    """Returns a process's parent, another one once that has ended. Raises OSError when the process itself has."""
+    """Returns a process's parent, which changes once the parent has ended. Raises OSError if the process has ended."""
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])

@@ -1,9 +1,9 @@
-"""Schedules an engine's requests as vLLM does, and hands their log-probabilities on by the sixteen instead of singly.
+"""A vLLM scheduler that forwards log-probabilities in batches of 16 tokens instead of one by one.
 
-vLLM loads this module in the engine's process, as `scheduler_cls`. It sends a token's log-probability, rank and number
-as three arrays of one element: to read those is most of the work of the process that takes tokens from an engine, and
-with many requests a GPU waits for it. Tokens are handed on at once, so that versions, stop strings, ends and signs of
-life are as before. A request that is cut off may lack the log-probabilities of its last 15 tokens: they do not count.
+vLLM loads this in the engine's process as `scheduler_cls`. vLLM sends log-probability, rank and token id of each token
+as three one-element arrays. Reading those is most of the work of the process that receives the tokens, and with many
+requests a GPU waits for it. Tokens themselves are forwarded at once, so versions, stop strings, ends and health checks
+are unchanged. An aborted request may lack the log-probabilities of its last 15 tokens; those tokens are dropped.
 """
 
 from collections import defaultdict
@@ -14,11 +14,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-TOGETHER = 16  # rows: to read and keep one takes an eighth of the time, and with 64 rows a thirteenth
+TOGETHER = 16  # rows: a row then takes 1/8 of the time to read and keep; with 64 rows 1/13
 
 
 class Gathering:
-    """Mixes into a scheduler of vLLM's. Requests with stop strings stay as they are: vLLM ends them where it reads."""
+    """Mixin for vLLM's schedulers. Requests with stop strings are not batched: vLLM ends them in the receiver."""
 
     requests: dict[str, Any]
 
@@ -27,7 +27,6 @@ class Gathering:
         self._held: defaultdict[str, list[Any]] = defaultdict(list)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Returns what a step made, by the process that it goes to. See vLLM's `Scheduler`."""
         made: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for outputs in made.values():
             for output in outputs.outputs:
@@ -48,27 +47,25 @@ class Gathering:
             output.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks))
 
     def _goes_on(self, name: str, output: Any) -> bool:
-        """Returns whether the rest of a request will pass through here: stop strings end it elsewhere."""
-        request = self.requests.get(name)  # None for one that the same step has ended after this output
+        """Whether later outputs of a request will pass through here. Stop strings end a request elsewhere."""
+        request = self.requests.get(name)  # None if the same step ended it after this output
         return request is not None and output.finish_reason is None and not request.sampling_params.stop
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
-        """Ends requests that somebody else wants ended, and forgets what was held of them. See vLLM's `Scheduler`."""
+        """Also drops what was held for these requests."""
         ended: list[Any] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self._held.pop(request.request_id, None)
         return ended
 
 
-class GatheringScheduler(Gathering, Scheduler):
-    """Schedules a step when the one before has ended."""
+class GatheringScheduler(Gathering, Scheduler): ...
 
 
-class GatheringAsyncScheduler(Gathering, AsyncScheduler):
-    """Schedules a step while the one before is computed."""
+class GatheringAsyncScheduler(Gathering, AsyncScheduler): ...
 
 
 def scheduler(**needs: Any) -> Gathering:
-    """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself."""
+    """Returns the scheduler of the kind that vLLM itself would choose."""
     ahead = needs["vllm_config"].scheduler_config.async_scheduling
     return (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)

@@ -1,7 +1,4 @@
-"""Keeps one engine's place on the driver: its Ray actor, whatever replaces it, and what it holds.
-
-In: Ray options and the arguments of vLLM. Out: an actor that runs, why it is lost, and another one in its place.
-"""
+"""Driver-side slot of one engine: its Ray actor, the detection of its loss, and its restart."""
 
 import asyncio
 import time
@@ -19,35 +16,35 @@ from workers.engines.load import Follower
 from workers.engines.worker import RolloutWorker
 from workers.remote import RemoteError, WorkerLost, wait
 
-PULSE_S = 0.5  # between two signs of life
-Gpus = Callable[[int], Sequence[str]]  # of an engine, by its number; none: those that Ray has given to it
-MISSED = 4  # pulses in a row that tell of an actor that stands still, and not of a driver that did
+PULSE_S = 0.5  # between two pulses
+Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
+MISSED = 4  # missed pulses in a row that mean a hanging actor, not a driver that was blocked
 
 
 class EngineSlot:
-    """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
-    version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
-    compared: how often, the engines before it in its place included. rested: it has slept since it started. lent: it is
-    on the actors' GPUs while others have GPUs of their own. limit: on its restarts. follower: of what it does.
+    """One engine. load: responses that run or wait in it. serving: it holds the current weights and takes groups.
+    version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
+    of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
+    runs on the actors' GPUs while other engines have their own. limit: its restart limit. follower: counts of its work.
     """
 
     def __init__(
         self, number: int, options: dict[str, Any], cfg: RolloutConfig, *, count: int = 1, lent: bool = False
     ) -> None:
-        """Makes the engine's actor. options: Ray's, from `workers.placement`. count: of all engines."""
+        """Creates the engine's actor. options: Ray options, from `workers.placement`. count: number of all engines."""
         self.number = number
         self.lent = lent
         self._count = count
-        self.load = 0  # responses that it runs now
+        self.load = 0
         self.size: EngineSize | None = None
         self.serving = False
         self.version = 0
         self.proven, self.rested = True, False
         self.restarts = self.compared = 0
         self._options, self._beside_ranks = options, options.get("num_gpus", 1) < 1
-        self._as_before: dict[str, int] = {}  # arguments of vLLM where it starts again
+        self._as_before: dict[str, int] = {}  # vLLM arguments for a restart
         self._cfg = cfg
-        self._heard_of = time.monotonic()  # when it last computed, or had nothing to
+        self._heard_of = time.monotonic()  # when it last computed, or was idle
         self.limit = Restarts(cfg.max_restarts)
         self.follower = Follower()
         self._make()
@@ -58,16 +55,14 @@ class EngineSlot:
 
     @property
     def started(self) -> bool:
-        """Returns whether the engine runs; it may lack the weights to serve."""
+        """Whether the engine runs; it may not have the weights to serve yet."""
         return self.size is not None
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
-        """Loads the model. gpus: tells which ones of its node the engine uses. Raises RemoteError when that fails or
-        takes longer than `rollout.start_timeout_s`.
-
-        Beside ranks it later takes the KV cache of its first start, when there were none: vLLM measures what is free,
-        and fails or errs where ranks take or free memory meanwhile.
-        """
+        """Loads the model. gpus: returns the GPUs of its node that the engine uses. Raises RemoteError if that fails or
+        takes longer than `rollout.start_timeout_s`. If it shares GPUs with ranks, a restart reuses the KV cache size of
+        the first start, when no ranks were there: vLLM would measure wrongly or fail while ranks allocate or free
+        memory."""
         try:
             there = await asyncio.to_thread(gpus, self.number)  # it may wait for a node
         except RuntimeError as error:
@@ -81,21 +76,18 @@ class EngineSlot:
         self._heard_of = time.monotonic()
 
     def member(self, act: str = "") -> Member:
-        """Names this engine among all, for a wait. act: `to start` for example."""
         return Member(role="engine", number=self.number, count=self._count, act=act)
 
     def silent(self) -> float:
-        """Returns for how many seconds it has computed nothing although it should, as far as that is known."""
+        """Returns the known seconds without computation although it has requests; 0 without requests."""
         return time.monotonic() - self._heard_of if self.load else 0.0
 
     def doing(self) -> str:
-        """Returns what it does, in words."""
         return f"{self.load} requests, version {self.version}, last token {self.silent():.0f} s ago"
 
     async def until_lost(self) -> str:
-        """Returns why the engine is lost, when it is: its process has ended, or stands still for
-        `rollout.stall_timeout_s`.
-        """
+        """Waits until the engine is lost and returns why: its process has ended, or hangs for
+        `rollout.stall_timeout_s`."""
         limit = self._cfg.stall_timeout_s
         missed = 0
         while missed < MISSED:
@@ -111,11 +103,8 @@ class EngineSlot:
         return f"its actor gave no sign of life for {limit:g} s (`rollout.stall_timeout_s`)"
 
     async def stands_still(self, timeout_s: float, limit: float) -> str:
-        """Returns in words that the engine does nothing for `limit` seconds although it should, or "".
-
-        Raises:
-            RemoteError: its actor does not answer within `timeout_s`. WorkerLost: it never will.
-        """
+        """Returns a message if the engine has made no progress for `limit` seconds although it should, else "". Raises
+        RemoteError if its actor does not answer within `timeout_s`, WorkerLost if it never will."""
         what = f"a sign of life from engine {self.number}"
         [pulse] = await wait([self.worker.pulse.remote()], timeout_s, what, "rollout.stall_timeout_s")
         self._heard_of = time.monotonic() - max(pulse.idle_s, pulse.silent_s)
@@ -127,7 +116,7 @@ class EngineSlot:
         return ""
 
     async def answers(self, grace_s: float) -> bool:
-        """Returns whether the engine's process answers within `grace_s`; not that of another one in its place."""
+        """Whether the engine's process answers within `grace_s`. False if the engine is replaced meanwhile."""
         end, worker = time.monotonic() + grace_s, self.worker
         while self.started and self.worker is worker and (left := end - time.monotonic()) > 0:
             try:
@@ -139,24 +128,22 @@ class EngineSlot:
         return False
 
     async def sleep(self, level: int) -> None:
-        """Lets the engine give its memory back until the next weight sync. Raises RemoteError where it does not."""
+        """Releases the engine's memory until the next weight sync. Raises RemoteError if that fails."""
         limit_s = self._cfg.stall_timeout_s
         call = self.worker.sleep.remote(level)
         await wait([call], limit_s, self.member("to sleep"), "rollout.stall_timeout_s")
 
     async def stop(self, grace_s: float) -> None:
-        """Lets the engine end its processes for `grace_s`, then kills what is left."""
         with suppress(RemoteError):
             await wait([self.worker.stop.remote()], grace_s, self.member("to stop"), "")
         self.drop()
 
     def drop(self) -> None:
-        """Kills the engine, or what is left of it."""
         self.serving, self.size = False, None
         ray.kill(self.worker)
 
     async def restart(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
-        """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
+        """Starts a new engine in place of a dropped one. If that fails, drops it too and raises RemoteError."""
         self.limit.add()
         self.restarts += 1
         self.proven, self.rested, self.follower = False, False, Follower()

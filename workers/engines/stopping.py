@@ -1,8 +1,5 @@
-"""Ends a response at the first of its stop strings, also where an engine could not see that it began.
-
-An engine looks for stop strings in what it samples itself. A response that was put down goes on as a new request, whose
-prompt may end in the middle of a stop string.
-"""
+"""Ends a response at its first stop string. An engine looks for stop strings only in tokens it samples itself, so it
+misses one that starts in the prompt of a resumed response."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,10 +7,8 @@ from dapo.types import VersionSpan
 
 
 def end_of(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
-    """Returns how many of the tokens are needed to hold one of the stop strings whole; None where they do not.
-
-    decode: gives the text of tokens. It is called about log2(len(token_ids)) times.
-    """
+    """Returns how many of the tokens are needed to contain a whole stop string; None if there is none. decode: returns
+    the text of tokens; called about log2(len(token_ids)) times."""
     holds = lambda count: any(each in decode(list(token_ids[:count])) for each in stop)  # noqa: E731
     if not stop or not holds(len(token_ids)):
         return None
@@ -25,6 +20,6 @@ def end_of(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[list
 
 
 def spans_up_to(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Returns the spans of the first `end` tokens."""
+    """Returns the spans, clipped to the first `end` tokens."""
     kept = (span for span in spans if span.start < end)
     return tuple(VersionSpan(version=span.version, start=span.start, end=min(span.end, end)) for span in kept)

@@ -1,9 +1,9 @@
-"""Keeps responses that an engine has put down: what they have so far, and how any engine takes them up.
+"""Keeps responses that were aborted on an engine and that any engine can resume.
 
     engine A ─ tokens, log-probabilities, versions ─▶ driver ─ prompt + tokens as one prompt, a fresh seed ─▶ engine B
 
-In: the parts of a response, in their order. Out: one `Response` of all of them, in which every token stands once, with
-the log-probability and version of the policy that sampled it.
+The parts of a response are joined into one `Response`. Every token occurs once, with the log-probability and version of
+the policy that sampled it.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,9 @@ NOTHING = Response(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Says from where an engine generates a response. Made by `Unfinished`, consumed by `RolloutWorker.generate`.
-
-    token_ids: [K], those that it has; they follow the prompt and count towards its cap. seed: of what follows them.
-    """
+    """Where an engine starts generating a response. Made by `Unfinished`, consumed by `RolloutWorker.generate`.
+    token_ids: [K], the response tokens so far, which follow the prompt and count towards the length limit. seed: for
+    the next tokens."""
 
     token_ids: Int32Array
     seed: int
@@ -38,25 +37,23 @@ class Start:
 
 @dataclass(kw_only=True, slots=True)
 class Unfinished:
-    """Holds a response that has not ended. seed: of its first token. so_far: the parts of it that were put down."""
+    """A response that has not ended. seed: of its first token. so_far: its joined parts."""
 
     seed: int
     so_far: Response = NOTHING
 
     def start(self) -> Start:
-        """Returns where its next part begins."""
         tokens = self.so_far.token_ids
         return Start(token_ids=tokens, seed=continued_seed(self.seed, len(tokens)))
 
     def add(self, part: Response) -> Response:
-        """Appends the next part, and returns the response as far as it is now; see `joined`."""
         self.so_far = joined(self.so_far, part)
         return self.so_far
 
 
 def joined(first: Response, then: Response) -> Response:
-    """Returns one response of two parts. It ended as the second did, whose `text` must be of both; it names the engine
-    that ended it, and its seconds are those of both, without the time between them."""
+    """Joins two parts of a response. `text`, finish reason and engine are those of the second part, whose `text` must
+    cover both. `seconds` is the sum of both, without the time between them."""
     length = len(first.token_ids)
     if not length:
         return replace(then, seconds=first.seconds + then.seconds)
@@ -71,7 +68,6 @@ def joined(first: Response, then: Response) -> Response:
 
 
 def _merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
-    """Returns the spans with neighbours of one version made one."""
     found: list[VersionSpan] = []
     for span in spans:
         if found and found[-1].version == span.version:

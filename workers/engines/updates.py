@@ -1,7 +1,5 @@
-"""Hands weights to the engines: the driver's side of their half of a sync, one call to each engine that takes part.
-
-In: buckets and a version, from `workers.weight_sync`. Out: when all of them have done it, or RemoteError.
-"""
+"""Driver side of the engines' half of a weight sync: one call to each engine that takes part. Each method returns when
+all of them have finished, or raises RemoteError."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,43 +10,42 @@ from workers.weights.bucket import Bucket
 
 
 class WeightUpdates:
-    """Speaks for the engines; `workers.rollout.RolloutPool` is one. members: engines, by number."""
+    """Base class of `workers.rollout.RolloutPool`. members: engine numbers."""
 
     _slots: list[EngineSlot]
     _processes: int  # of one engine
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (number, restarts) of these engines: one that started again is not connected any more."""
+        """Returns (number, restarts) of these engines: a restarted engine must connect again."""
         return tuple((number, self._slots[number].restarts) for number in members)
 
     def num_receivers(self, members: Sequence[int]) -> int:
-        """Counts the processes of these engines, each of which holds a part of the weights."""
+        """Returns the number of processes of these engines, each of which holds a part of the weights."""
         return len(members) * self._processes
 
     async def leave_weights(self, members: Sequence[int], timeout_s: float) -> None:
-        """Closes these engines' ends of the weight sync."""
         calls = [self._slots[k].worker.leave_weights.remote() for k in members]
         await self._all(calls, members, timeout_s, "to leave the weight sync")
 
     async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
-        """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
+        """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo`, without
+        first_rank."""
         ranks = range(1, 1 + self.num_receivers(members), self._processes)
         infos = [info | {"first_rank": first} for first in ranks]
         calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
         await self._all(calls, members, timeout_s, "to open the weight sync")
 
     async def start_update(self, members: Sequence[int], timeout_s: float) -> None:
-        """Holds all requests of these engines until `finish_update`."""
+        """Pauses all requests of these engines until `finish_update`."""
         calls = [self._slots[k].worker.start_update.remote() for k in members]
         await self._all(calls, members, timeout_s, "to pause")
 
     async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None:
-        """Loads the next bucket. what: which one of which sync, for errors."""
         calls = [self._slots[k].worker.load_bucket.remote(bucket) for k in members]
         await self._all(calls, members, timeout_s, f"to load {what}")
 
     async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None:
-        """Lets these engines go on with `version`, unless a parameter is missing."""
+        """Resumes these engines with `version`, unless a parameter is missing."""
         calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
         await self._all(calls, members, timeout_s, f"to serve version {version}")
         for number in members:

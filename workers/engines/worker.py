@@ -1,8 +1,5 @@
-"""Runs one vLLM engine as a Ray actor: groups of responses, weights that arrive in buckets, and signs of life.
-
-In: one prompt, a `Sampling` and n starts per group. Out: n `Response` records with the engine's own log-probabilities.
-Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
-"""
+"""A Ray actor that runs one vLLM engine. Each response is one engine request with its own seed, so a result does not
+depend on batch, order or restart."""
 
 import asyncio
 import math
@@ -26,15 +23,15 @@ from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
 T = TypeVar("T")
-_numbers = count()  # of requests: vLLM takes no second one of a name
+_numbers = count()  # unique request ids, as vLLM requires
 SCHEDULER = "workers.engines.scheduling.scheduler"
-KNOWN = ">=0.32,<0.34"  # versions of vLLM; the extras of pyproject.toml say the same
-TOGETHER_S = 0.005  # responses of a group that end within this travel together
-ENDING_S = 1.0  # what groups that were asked to end have, before the engine refuses to sleep
+KNOWN = ">=0.32,<0.34"  # vLLM versions; same as the extras in pyproject.toml
+TOGETHER_S = 0.005  # responses of a group that end within this time are returned together
+ENDING_S = 1.0  # grace time of aborted groups before the engine refuses to sleep
 
 
 def check_version() -> None:
-    """Raises RuntimeError for a vLLM outside of `KNOWN`: much of what we use of it is private or young."""
+    """Raises RuntimeError for a vLLM version outside `KNOWN`: much of the API used here is private or unstable."""
     import vllm
 
     if not SpecifierSet(KNOWN).contains(vllm.__version__, prereleases=True):
@@ -45,7 +42,7 @@ def check_version() -> None:
 
 
 def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
-    """Returns an engine's size. config: vLLM's. measured: bytes of cache that each GPU has room for."""
+    """config: vLLM's. measured: bytes available for KV cache on each GPU."""
     return EngineSize(
         sequences=config.scheduler_config.max_num_active_seqs or config.scheduler_config.max_num_seqs,
         kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
@@ -55,10 +52,10 @@ def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
 
 
 class RolloutWorker:
-    """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
+    """One engine. Every method runs on the actor's event loop; `start` must be called first."""
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Sequence[str] = ()) -> EngineSize:
-        """Loads the model. gpus: of this node; none: those that Ray has given to this process."""
+        """Loads the model. gpus: GPUs of this node to use; empty: those that Ray assigned to this process."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ[ACTOR] = str(os.getpid())
@@ -73,32 +70,30 @@ class RolloutWorker:
             logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
             worker_extension_cls="workers.engines.extension.EngineExtension",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            # Statistics tell whether it computes.
+            # `LifeSigns` needs the statistics.
             **{"scheduler_cls": SCHEDULER} | engine_args | {"disable_log_stats": False},
         )
         self._life = LifeSigns()
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
         self._life.meter.started()
-        enable_envs_cache()  # or this process reads the environment anew for each token, a quarter of its work
+        enable_envs_cache()  # otherwise each token reads the environment again, a quarter of this process's work
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
-        self._asleep = self._stirring = False  # the latter: its weights are awake for a sync, and the rest sleeps
+        self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
         return size_of(self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes"))
 
     async def pulse(self) -> Pulse:
-        """Returns signs of life. Raises WorkerLost where the engine's process has ended."""
+        """Returns the engine's state. Raises WorkerLost if its process has ended or it is unusable."""
         return await self._life.pulse(self._engine, sum(map(len, self._running.values())))
 
     async def generate(
         self, key: str, prompt: Int32Array, sampling: Sampling, starts: Sequence[Start]
     ) -> AsyncIterator[list[tuple[int, Response]]]:
-        """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
-
-        They hold what follows their starts; `text` is of all, and empty where they were cut off: after `abort(key)` the
-        unfinished ones come with reason "abort". A group of the same key that runs still is one that the driver has
-        given up, and ends.
-        """
+        """Yields responses to one prompt [P] with their numbers, as they end, in small batches. A response holds the
+        tokens after its `Start`; its `text` covers all tokens, and is empty if it was aborted. After `abort(key)` the
+        unfinished ones are yielded with reason "abort". A group of the same key that still runs is abandoned, and is
+        aborted."""
         if former := self._running.get(key):
             await self._engine.abort(former)
         names = self._running[key] = [f"{key}-{sample}-{next(_numbers)}" for sample in range(sampling.n)]
@@ -144,7 +139,7 @@ class RolloutWorker:
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
         decode = partial(self._decode, skip_special_tokens=True)
-        # Of one that is cut off, there may be fewer than tokens.
+        # An aborted request may have fewer log-probabilities than tokens.
         logprobs = completion.logprobs.logprobs if sampling.logprobs else [math.nan] * len(completion.token_ids)
         whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
@@ -165,13 +160,13 @@ class RolloutWorker:
         )
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups; their `generate` calls return what was sampled so far and has come with its
-        log-probability."""
+        """Aborts the named groups. Their `generate` calls return the tokens sampled so far whose log-probabilities have
+        arrived."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
     async def _ask(self, call: Awaitable[T]) -> T:
-        """Returns what vLLM answers to a call about weights or sleep. Where it raises, the engine is lost: it is awake
-        by half, or has answers of its other processes that it would take for those to its next questions."""
+        """Returns the result of a vLLM call about weights or sleep. If it raises, the engine is marked lost: it may be
+        half awake, or answers of its other processes may be left over and be mistaken for those of the next call."""
         try:
             return await call
         except Exception as error:
@@ -179,15 +174,14 @@ class RolloutWorker:
             raise
 
     async def _take(self, step: Awaitable[Any]) -> None:
-        """Waits for a step of a weight sync. Raises RuntimeError where it failed in some process of the engine; these
-        note it (`workers.weights.receiver.BucketTransferEngine`)."""
+        """Waits for a step of a weight sync. Raises RuntimeError if it failed in some process of the engine; the
+        processes record failures (`workers.weights.receiver.BucketTransferEngine`)."""
         await self._ask(step)
         failures = await self._ask(self._engine.collective_rpc("weight_failure"))
         if told := "; ".join(dict.fromkeys(filter(None, failures))):
             raise RuntimeError(told)
 
     async def leave_weights(self) -> None:
-        """Closes the engine's end, and drops an update that did not come to its end."""
         await self._ask(self._engine.collective_rpc("leave_weight_sync"))
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
@@ -197,27 +191,25 @@ class RolloutWorker:
         await self._take(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
     async def sleep(self, level: int) -> None:
-        """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
-        to the host. Raises RuntimeError where requests run on."""
+        """Releases memory until the next weight sync: the KV cache and, at level 2, the weights; level 1 moves the
+        weights to the host. Raises RuntimeError if requests keep running."""
         deadline = time.monotonic() + ENDING_S
-        while self._running and time.monotonic() < deadline:  # for those that the driver gave up, it has not waited
+        while self._running and time.monotonic() < deadline:  # the driver does not wait for dropped groups to end
             await asyncio.sleep(TOGETHER_S)
         if self._running:
             raise RuntimeError(f"{len(self._running)} groups run on an engine that is to sleep: {[*self._running][:5]}")
         if self._asleep and not self._stirring:
             return
-        if self._stirring:  # the update for which its weights woke did not come to its end
+        if self._stirring:  # the update that woke its weights did not finish
             await self.leave_weights()
         await self._ask(self._engine.sleep(level))
         await self._ask(self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2}))
         self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:
-        """Holds all requests, each of which goes on where it stood after `finish_update`; of an engine that sleeps, the
-        weights wake, and requests have to wait for the rest.
-
-        Those that run would keep stale keys and values: `clear_cache` recomputes these.
-        """
+        """Pauses all requests until `finish_update`; they continue where they stopped. `clear_cache` makes vLLM
+        recompute their keys and values, which are stale. In a sleeping engine, wakes only the weights; requests wait
+        for the KV cache too."""
         if self._asleep:
             self._stirring = True
             await self._ask(self._engine.wake_up(["weights"]))
@@ -227,7 +219,6 @@ class RolloutWorker:
         await self._take(self._engine.start_weight_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Takes the next bucket from the transport and loads it."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {
@@ -240,15 +231,15 @@ class RolloutWorker:
         await self._take(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_update(self, version: int) -> None:
-        """Labels all later tokens with `version` and lets requests go on; the KV cache wakes where it slept."""
+        """Labels all later tokens with `version` and resumes requests; wakes the KV cache if it sleeps."""
         await self._take(self._engine.finish_weight_update())
         await self._engine.update_weight_version(str(version))
         if self._asleep:
-            await self._ask(self._engine.wake_up(["kv_cache"]))  # requests go on with it, being the last to wake
+            await self._ask(self._engine.wake_up(["kv_cache"]))  # the last to wake; this also resumes requests
             self._asleep = self._stirring = False
         else:
             await self._engine.resume_generation()
 
     async def stop(self) -> None:
-        """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""
+        """Ends the engine's processes. Without a timeout vLLM would give running requests seconds to finish."""
         self._engine.shutdown(timeout=0.5)

@@ -1,1 +1,1 @@
-"""Keeps a judge of the run's own: vLLM's OpenAI-compatible server as a supervised process."""
+"""A self-hosted judge: vLLM's OpenAI-compatible server as a supervised process."""

@@ -1,8 +1,6 @@
-"""Runs vLLM's OpenAI-compatible server, and ends with whoever started it: `python -m workers.judging.process ARGS`.
+"""Runs vLLM's OpenAI-compatible server until its standard input closes: `python -m workers.judging.process ARGS`.
 
-`vllm serve` itself asks for the version of a package named vllm, which the CPU build is not.
-
-In: arguments of vLLM's server, and a standard input that stays open for as long as the server may live.
+`vllm serve` is not used: it looks up the version of a package named vllm, and the CPU build has another name.
 """
 
 import os
@@ -11,8 +9,8 @@ import sys
 
 
 def main() -> None:
-    """Serves until the standard input ends; then the whole process group, vLLM's engine too, is killed. Another process
-    of the group sees to that: Ray kills this one alone where it kills the actor that has started it."""
+    """Serves until standard input closes, then kills the whole process group, including vLLM's engine. A forked process
+    of the group watches the input, because Ray kills only this process when it kills the actor that started it."""
     if os.fork() == 0:
         _end_with_starter()
     from vllm.entrypoints.launchers.api_server.entry import main as vllm

@@ -1,7 +1,5 @@
-"""Keeps one server of a judge up: starts it, asks it now and then, and starts it again where it is lost.
-
-In: arguments of vLLM's server. Out: its address and key, and how often it was started again. It needs no Ray.
-"""
+"""Supervises one judge server: starts vLLM's server, probes it regularly, and restarts it when it is lost. Needs no
+Ray."""
 
 import asyncio
 import os
@@ -21,20 +19,20 @@ from dapo.faults.restarts import Restarts
 
 PROGRAM = ("-m", "workers.judging.process")
 NAME = "judge"  # of the model at the endpoint
-LOOK_S = 0.2  # between two looks at the process
-PROBE_S = 5.0  # between two requests for one token
-FAILURES = 2  # requests in a row that fail at once: then the server is lost
-KEPT_BYTES = 100_000  # of the end of its output, for the reason in it; more than a pipe holds
+LOOK_S = 0.2  # between two checks of the process
+PROBE_S = 5.0  # between two probes, which are requests for one token
+FAILURES = 2  # failed probes in a row after which the server is lost; one timeout is enough
+KEPT_BYTES = 100_000  # last output bytes kept, to find the reason of a failure; more than a pipe holds
 _REASON = re.compile(r"^(?:\(.*?pid=\d+\)\s*)?((?:[\w.]*(?:Error|Exception)\b|vllm: error):.*)$", re.MULTILINE)
 
 
 class Server:
-    """Holds the process. url: with the API's version; it stays the same as long as its port is free. up: whether it
-    answers. answered: requests for one token since it was up. restarts: of its process. failure: why it is given up, ""
-    before."""
+    """The server process. url: includes the API version, and is stable as long as its port is free. up: whether it
+    answers. answered: successful probes so far. restarts: of its process. failure: why it is not restarted any more, or
+    ""."""
 
     def __init__(self, arguments: Sequence[str], host: str, *, silence_s: float, max_restarts: int) -> None:
-        """Starts nothing. arguments: of vLLM's server. silence_s: longest time for one token."""
+        """arguments: of vLLM's server. silence_s: longest time for one token."""
         self.key = secrets.token_hex(32)
         self.up, self.answered, self.restarts, self.failure = False, 0, 0, ""
         self.changed = asyncio.Event()
@@ -46,16 +44,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Returns the address."""
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}/v1"
 
     @property
     def pid(self) -> int:
-        """Returns the number of the process, which leads a group of its own; 0 where none runs."""
+        """The process id, which is also its process group; 0 if none runs."""
         return 0 if self._process is None else self._process.pid
 
     async def start(self, timeout_s: float) -> None:
-        """Starts the process and waits until it has answered a request. Raises RuntimeError, with the reason."""
+        """Starts the process and waits until it has answered a request. Raises RuntimeError with the reason if it does
+        not."""
         if not self._port:
             self._port = _free_port(self._host)
         self._process = subprocess.Popen(
@@ -64,7 +62,7 @@ class Server:
                 *("--host", self._host, "--port", str(self._port)),
                 *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             ],
-            stdin=subprocess.PIPE,  # its end tells the process that this one has gone
+            stdin=subprocess.PIPE,  # closes when this process ends, which ends the server
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(self.key),
@@ -85,7 +83,8 @@ class Server:
         self.changed.set()
 
     async def keep(self, timeout_s: float) -> None:
-        """Starts it again whenever it is lost; returns when it is given up. timeout_s: for one start."""
+        """Restarts the server whenever it is lost; returns when the restart limit is reached. timeout_s: for one
+        start."""
         while True:
             reason = await self._until_lost()
             self.up = False
@@ -105,7 +104,6 @@ class Server:
             self._limit.worked()
 
     def kill(self) -> None:
-        """Ends the process and all that it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -116,7 +114,7 @@ class Server:
             self._process = None
 
     async def _until_up(self) -> None:
-        """Returns when it has answered. Raises RuntimeError where it ends, or refuses what it will always refuse."""
+        """Returns when it has answered. Raises RuntimeError if it ends, or rejects the probe with a 4xx status."""
         while not (ended := self._ended()):
             answer = 0
             with suppress(httpx.TimeoutException):  # the first answer may take a compilation
@@ -129,7 +127,6 @@ class Server:
         raise RuntimeError(ended)
 
     async def _until_lost(self) -> str:
-        """Returns why it is lost, as soon as it is."""
         probing = asyncio.create_task(self._until_silent())
         try:
             while not (ended := self._ended()) and not probing.done():
@@ -139,8 +136,8 @@ class Server:
             probing.cancel()
 
     async def _until_silent(self) -> str:
-        """Returns in which way it stopped answering. Its process may live: nothing else tells of one that stands still
-        or has lost its engine."""
+        """Waits until probes fail and returns how. This detects a process that lives but hangs or has lost its
+        engine."""
         failures = 0
         while failures < FAILURES:
             await asyncio.sleep(PROBE_S)
@@ -153,7 +150,7 @@ class Server:
         return f"it answered {answer}" if answer else "it takes no connection"
 
     async def _probe(self) -> int:
-        """Returns the status of a request for one token, 0 where it takes no connection or drops it."""
+        """Returns the HTTP status of a request for one token; 0 if the connection is refused or dropped."""
         try:
             answer = await self._client.post(
                 f"{self.url}/chat/completions",
@@ -165,7 +162,7 @@ class Server:
         return answer.status_code
 
     def _ended(self) -> str:
-        """Says how the process ended; "" while it lives."""
+        """Returns how the process ended; "" while it lives."""
         assert self._process is not None
         status = self._process.poll()
         return "" if status is None else f"its process ended (exit status {status}): {self._reason()}"
@@ -179,7 +176,7 @@ class Server:
 
 
 class _Output:
-    """Keeps the end of what a process writes, in memory: nothing grows, and the process never waits for a reader."""
+    """Keeps the last bytes of a process's output in memory: bounded, and the process never blocks on a full pipe."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._kept, self._loop = pipe, b"", asyncio.get_running_loop()
@@ -187,12 +184,12 @@ class _Output:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def end(self) -> str:
-        """Returns it as it is now: what a process has written that has just ended is in the pipe yet."""
+        """Returns the output kept so far. Reads the pipe first: it may still hold the last output of an ended
+        process."""
         self._read()
         return self._kept.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Reads no more."""
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
 
@@ -213,7 +210,7 @@ def _free_port(host: str) -> int:
 
 
 def _environment(key: str) -> dict[str, str]:
-    """Returns the environment of the server: without Ray's token, and with the packages that this process finds."""
+    """Returns the server's environment: without Ray's variables, and with this process's import path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**kept, "PYTHONPATH": path, "VLLM_API_KEY": key}

@@ -1,1 +1,1 @@
-"""Reckons which GPUs of which nodes the roles get: what they ask for, and what fits. Knows no Ray."""
+"""Computes which roles fit on which nodes, without Ray: what each role requests, and what the nodes have."""

@@ -1,7 +1,4 @@
-"""Says what each role asks of the nodes.
-
-In: the configuration and the device. Out: a `Pool` per role, in the order in which they are placed.
-"""
+"""Computes the resources that each role requests, from the configuration and the device: one `Pool` per role."""
 
 import math
 from collections.abc import Mapping
@@ -11,19 +8,16 @@ from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus, takes_turns
 
 RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
-CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
-# Variables of a process: Ray shows it the GPUs that it has, and no others, whatever those of its node say.
+CPUS_COLOCATED = 2  # CPUs per GPU that a rank and an engine share: one for each process
+# Makes Ray show a process only its own GPUs, whatever this variable is set to on its node.
 OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Describes what one role asks for: `count` pieces of `gpus` and `cpus`, each of them on one node.
-
-    about: the role with the keys that say how much it asks for. piece: what must lie on one node, with its key;
-    count_key, per_piece: the key to lower where fewer pieces fit, and how much of it a piece is. labels: that a node
-    must have, from the key `labels_key`.
-    """
+    """Resources of one role: `count` pieces of `gpus` and `cpus`, each on one node. about: the role, with the keys that
+    determine its size. piece: what must be on one node, with its key. count_key, per_piece: the key to lower if fewer
+    pieces fit, and how much of it one piece is. labels: required node labels, from the key `labels_key`."""
 
     name: str
     about: str
@@ -38,7 +32,6 @@ class Pool:
 
     @property
     def all_gpus(self) -> int:
-        """Counts the GPUs of all pieces."""
         return self.count * self.gpus
 
 
@@ -48,22 +41,19 @@ def reward_model_device(cfg: Config, device: str) -> str:
 
 
 def judge_device(cfg: Config, device: str) -> str:
-    """Returns where the run's own judges compute, `cpu` or `cuda`. device: the trainer's."""
+    """Returns where the self-hosted judges run, `cpu` or `cuda`. device: the trainer's."""
     return device if cfg.reward.judge.engine.device == "auto" else cfg.reward.judge.engine.device
 
 
 def pools(cfg: Config, device: str) -> list[Pool]:
-    """Returns the pools of a run that ask for GPUs, or for nodes with labels. device: the trainer's.
-
-    Those that fewer nodes will do for come first, then those of larger pieces, which fewer nodes have room for later.
-    """
+    """Returns the pools that need GPUs or labelled nodes, most constrained first: those with labels, then those with
+    larger pieces. device: the trainer's."""
     found = [_ranks(cfg, device), _engines(cfg, device), _reward_model(cfg, device), _judges(cfg, device)]
     asking = [pool for pool in found if pool.count and (pool.gpus or pool.labels)]
     return sorted(asking, key=lambda pool: (not pool.labels, -pool.gpus))
 
 
 def count_gpus(cfg: Config, device: str) -> int:
-    """Counts the GPUs of all pools together. device: the trainer's."""
     return sum(pool.all_gpus for pool in pools(cfg, device))
 
 
@@ -89,7 +79,7 @@ def _ranks(cfg: Config, device: str) -> Pool:
 
 
 def _engines(cfg: Config, device: str) -> Pool:
-    """Returns what engines ask for beside the ranks: nothing where all of them share GPUs with these."""
+    """Engines with GPUs of their own; none if all engines share GPUs with the ranks."""
     gpus = gpus_per_engine(cfg.rollout.vllm)
     count = 0 if shares_gpus(cfg) and not lends(cfg) and device == "cuda" else cfg.rollout.num_engines
     return Pool(
@@ -107,7 +97,7 @@ def _engines(cfg: Config, device: str) -> Pool:
 
 
 def _reward_model(cfg: Config, device: str) -> Pool:
-    """Returns what the copies of the reward model ask for, as many to a piece as share a GPU."""
+    """The copies of the reward model; a piece is the copies that share one GPU."""
     model = cfg.reward.model
     on_gpu = reward_model_device(cfg, device) == "cuda"
     sharing = int(1 / model.num_gpus) if on_gpu else 1
@@ -126,7 +116,6 @@ def _reward_model(cfg: Config, device: str) -> Pool:
 
 
 def _judges(cfg: Config, device: str) -> Pool:
-    """Returns what the run's own judges ask for."""
     engine = cfg.reward.judge.engine
     gpus = gpus_per_engine(engine.vllm) if judge_device(cfg, device) == "cuda" else 0
     return Pool(

@@ -1,7 +1,5 @@
-"""Compares what the roles ask for with the nodes that there are, before anything starts; numbers the ranks by node.
-
-In: pools and nodes. Out: lines for a person, and errors that say what was asked, what is there, and what to change.
-"""
+"""Checks, before anything starts, whether the pools fit on the nodes, and orders the ranks' bundles by node. Its
+messages state what is requested, what is available, and what to change."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,12 +8,12 @@ from dataclasses import dataclass
 
 from workers.placing.asked import Pool
 
-OWN_LABEL = "ray.io/node-id"  # Ray's, another one on every node
+OWN_LABEL = "ray.io/node-id"  # set by Ray, unique per node
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Describes a node that is alive: what it has, what nobody holds of it, and its labels."""
+    """A live node: its total and unreserved resources, and its labels."""
 
     gpus: int
     cpus: float
@@ -25,7 +23,7 @@ class Node:
 
 
 def problems(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
-    """Returns why even the empty cluster cannot hold the pools, with the remedy; empty where it can."""
+    """Returns why even the empty cluster cannot hold the pools, with remedies; empty if it can."""
     unlabelled = [_no_node(pool, nodes) for pool in pools if not _suited(pool, nodes)]
     if unlabelled:
         return unlabelled
@@ -45,8 +43,8 @@ def problems(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
 
 
 def placed(pools: Sequence[Pool], nodes: Sequence[Node], *, free: bool) -> dict[str, int]:
-    """Returns how many pieces of each pool find a place, as Ray gives them: one after the other, each on the node that
-    it leaves least of. free: with what others hold left to them."""
+    """Returns how many pieces of each pool fit. Places piece by piece as Ray does, each on the node that it leaves the
+    least room on. free: count only unreserved resources."""
     left = [[node.free_gpus, node.free_cpus] if free else [float(node.gpus), node.cpus] for node in nodes]
     found = {}
     for pool in pools:
@@ -66,8 +64,8 @@ def placed(pools: Sequence[Pool], nodes: Sequence[Node], *, free: bool) -> dict[
 
 
 def lines(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
-    """Returns what is asked, what is there and what fits: a line, and where there is a choice of nodes one per pool;
-    none where nothing is asked for."""
+    """Returns log lines on what is requested, available and fitting. Has one line per pool if there are several nodes
+    or too few free GPUs; none without pools."""
     if not pools:
         return []
     asked, there = sum(pool.all_gpus for pool in pools), sum(node.gpus for node in nodes)
@@ -80,11 +78,8 @@ def lines(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
 
 
 def in_order(node_of: Mapping[int, str], block: int) -> list[int]:
-    """Returns the bundles in the order of their ranks: as many blocks of `block` neighbours as can be lie on one node
-    each, and come first; the rest follows node by node.
-
-    node_of: the node of each bundle. Ray deals bundles of one size out to nodes in any order.
-    """
+    """Returns the bundles in rank order: first as many whole blocks of `block` bundles on one node as possible, then
+    the rest node by node. node_of: the node of each bundle; Ray assigns equal bundles to nodes in arbitrary order."""
     on: defaultdict[str, list[int]] = defaultdict(list)
     for bundle in sorted(node_of):
         on[node_of[bundle]].append(bundle)
@@ -102,7 +97,6 @@ def _takes(pool: Pool, node: Node) -> bool:
 
 
 def _suited(pool: Pool, nodes: Sequence[Node]) -> list[Node]:
-    """Returns the nodes that have the pool's labels."""
     return [node for node in nodes if _takes(pool, node)]
 
 
@@ -119,7 +113,7 @@ def _written(labels: Mapping[str, str]) -> str:
 
 
 def shapes(nodes: Sequence[Node]) -> str:
-    """Returns the nodes by their GPUs, such as `15 nodes of 8 GPUs, 1 node of 4 GPUs`."""
+    """Returns the nodes by number of GPUs, for example `15 nodes of 8 GPUs, 1 node of 4 GPUs`."""
     counts = Counter(node.gpus for node in nodes if node.gpus)
     return ", ".join(_count(count, gpus) for gpus, count in sorted(counts.items(), reverse=True)) or "no node"
 
@@ -178,7 +172,7 @@ def _largest(nodes: Sequence[Node]) -> Node:
 
 
 def _missing(pools: Sequence[Pool], nodes: Sequence[Node], like: Node) -> str:
-    """Returns how many nodes more like one that is there would be enough for all pools, in words."""
+    """Returns as text how many more nodes of the same kind would make all pools fit."""
     for count in range(1, sum(pool.count for pool in pools) + 1):
         found = placed(pools, [*nodes, *[like] * count], free=False)
         if all(found[pool.name] == pool.count for pool in pools):

@@ -1,7 +1,4 @@
-"""Waits for nodes that are still to join the Ray cluster, where the run may wait for any.
-
-In: what the roles ask for. Out: the nodes that are there when all of it fits, or when the time is up.
-"""
+"""Waits, up to a time limit, for nodes that are still to join the Ray cluster."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +21,9 @@ def nodes_with_room(
     warn: Callable[[str], None],
     given_up: Callable[[], bool],
 ) -> list[Node]:
-    """Returns the nodes of the cluster as soon as it could hold the pools, after at most `timeout_s` as they are.
-
-    Until then Ray's autoscaler, where there is one, is told what is asked for. nodes: those of now. warn: told what is
-    waited for. given_up: whether it is of no use any more.
-    """
+    """Returns the cluster's nodes once they could hold the pools, or as they are after `timeout_s`. Meanwhile requests
+    the resources from Ray's autoscaler, if any. nodes: returns the current nodes. given_up: returns whether to stop
+    waiting."""
     there = nodes()
     if not timeout_s or not problems(pools, there):
         return there
@@ -43,5 +38,5 @@ def nodes_with_room(
                 time.sleep(POLL_S)
                 there = nodes()
     finally:
-        request_resources(bundles=[])  # what holds GPUs from now on keeps its nodes
+        request_resources(bundles=[])  # withdraws the request; from now on nodes are kept by what uses them
     return there

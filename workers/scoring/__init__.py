@@ -1,1 +1,1 @@
-"""Scores responses: one supervisor for remote workers, and the child processes of one of them."""
+"""Scoring of responses: supervision of the remote workers, and the child processes of one worker."""

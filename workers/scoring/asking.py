@@ -1,8 +1,5 @@
-"""Asks again where it is the servers of async reward functions that failed, and not the response.
-
-In: a response to be scored, and who scores it. Out: its verdict, once a judge of the run's own has been there to give
-it, and an endpoint that takes no connection, or asks to be left alone, has come back, or has been away for too long.
-"""
+"""Retries scoring when the server of an async reward function failed, not the response: when a self-hosted judge was
+restarted, or an endpoint refuses connections or asks for a pause, up to `reward.remote.patience_s`."""
 
 import asyncio
 import time
@@ -15,25 +12,22 @@ from workers.remote import RemoteError
 from workers.scoring.beside import Judges
 from workers.scoring.verdict import Verdict
 
-MOVES = 3  # of a response to judges that were started again since it asked them: it may be what ends them
-PAUSE_S, MAX_PAUSE_S = 5.0, 60.0  # between tries of a response whose server takes no connection: they double
+MOVES = 3  # retries of a response on restarted judges: the response itself may crash them
+PAUSE_S, MAX_PAUSE_S = 5.0, 60.0  # between retries of a response whose server is unreachable; doubles
 
 Score = Callable[[Item, int], Awaitable[tuple[Verdict, int]]]
 
 
 class Asking:
-    """Holds the run's own judges, where it has some. patience_s: `reward.remote.patience_s`."""
+    """judges: the self-hosted judges, if any. patience_s: `reward.remote.patience_s`."""
 
     def __init__(self, judges: Judges | None, patience_s: float, warn: Callable[[str], None]) -> None:
         self._judges, self._patience_s, self._warn = judges, patience_s, warn
         self._waiting = 0
 
     async def verdict(self, item: Item, avoid: int = -1, *, score: Score) -> tuple[Verdict, int]:
-        """Returns the verdict, and the number of the worker that gave it. avoid: the worker that shall not.
-
-        Raises:
-            RemoteError: no judge of the run's own is left.
-        """
+        """Returns the verdict and the number of the worker that gave it. avoid: a worker that must not score it. Raises
+        RemoteError if no self-hosted judge is left."""
         verdict, worker = await self._judged(item, avoid, score)
         if verdict.score.failure != "away" or not self._patience_s:
             return verdict, worker
@@ -55,7 +49,7 @@ class Asking:
         return verdict, worker
 
     async def _judged(self, item: Item, avoid: int, score: Score) -> tuple[Verdict, int]:
-        """Asks the run's own judges again that were started again since: they had lost the response, or stood still."""
+        """Scores again if self-hosted judges were restarted meanwhile: they may have lost the request, or hung."""
         for moves in range(MOVES + 1):
             servers = await self._servers()
             verdict, worker = await score(replace(item, servers=servers), avoid)
@@ -67,7 +61,7 @@ class Asking:
         return verdict, worker
 
     async def _servers(self) -> list[dict[str, str]]:
-        """Returns the run's own judges, once one serves. Raises RemoteError where none is left."""
+        """Waits until a self-hosted judge serves and returns all that do. Raises RemoteError if none is left."""
         if self._judges is None:
             return []
         found = list(await self._judges.there())

@@ -1,4 +1,4 @@
-"""Defines what a reward pool asks of the models that score beside its functions."""
+"""Protocols of the models that a reward pool uses beside its functions."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,10 +8,7 @@ from workers.scoring.fleet import Fleet
 
 
 class RewardModel(Protocol):
-    """Stands for a model that scores, such as `workers.reward_model.RewardModelPool`; NaN where it cannot.
-
-    fleet: its workers.
-    """
+    """A model that scores, such as `workers.reward_model.RewardModelPool`; NaN if it cannot. fleet: its workers."""
 
     fleet: Fleet
 
@@ -21,12 +18,9 @@ class RewardModel(Protocol):
 
 
 class Judges(Protocol):
-    """Stands for judges of the run's own, which the async functions ask: `workers.judge.JudgePool`.
-
-    failure: why none is left, "" while one is. servers: the `url` and the `key` of each that serves, and the number of
-    its `start`; there: the same, as soon as there is one. heard: returns when each that serves has shown that it does,
-    or is lost.
-    """
+    """Self-hosted judges that async functions call: `workers.judge.JudgePool`. failure: why no judge is left, or "".
+    servers: the `url`, `key` and start number (`start`) of each serving judge. there: the same, but waits for one.
+    heard: waits until each serving judge has answered a probe or is lost."""
 
     failure: str
 

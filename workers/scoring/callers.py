@@ -1,7 +1,5 @@
-"""Feeds the process of a reward worker that runs the async reward functions, and replaces it when it ends.
-
-In: requests, many at a time. Out: for each what the functions gave, or a kind of failure. The process has a fork server
-of its own, because it may reach the network, which those that read answers may not.
+"""Runs the async reward functions of a reward worker in one process, many requests at a time, and replaces the process
+when it ends. It has its own fork server, because it may use the network, which the children that read answers may not.
 """
 
 import asyncio
@@ -17,10 +15,10 @@ from workers.scoring.verdict import CHANGED, CanaryError, ChildrenLost, Verdict,
 
 
 class Callers:
-    """Holds the process. respawned: how often it was replaced."""
+    """The process. respawned: number of replacements."""
 
     def __init__(self, settings: Mapping[str, Any], remote: RemoteConfig, concurrency: int) -> None:
-        """Starts nothing. settings: of the worker's fork server. remote: its `calls_per_minute` are this worker's."""
+        """settings: of the worker's fork server. remote: its `calls_per_minute` is this worker's share."""
         self.respawned = 0
         limits = {**settings["limits"], "allow_network": True}
         self._settings = {**settings, "limits": limits, "remote": asdict(remote)}
@@ -37,7 +35,6 @@ class Callers:
 
     @property
     def pids(self) -> list[int]:
-        """Lists the process numbers, of the fork server and of the process, while they live."""
         server = [] if self._server is None or self._server.gone.is_set() else [self._server.about["pid"]]
         return server + ([] if self._child is None else [self._child.pid])
 
@@ -48,7 +45,6 @@ class Callers:
         await self._running_child()
 
     async def close(self) -> None:
-        """Ends the processes."""
         if self._listener is not None:
             self._listener.cancel()
         if self._child is not None:
@@ -59,12 +55,9 @@ class Callers:
             waiter.cancel()
 
     async def given(self, request: dict[str, Any]) -> dict[str, Any] | Verdict:
-        """Returns what each function gave, by its label, or the verdict where there is none. Without functions that ask
-        somebody, the request waits for none that do.
-
-        Raises:
-            ChildrenLost: the process does not come to start any more. CanaryError: it would run other functions.
-        """
+        """Returns each function's result by label, or a verdict if the process failed. Returns at once if the request's
+        entry has no async function. Raises ChildrenLost if the process repeatedly fails to start, CanaryError if it
+        would run other functions."""
         if not self._asks.get(request["entry"], self._asks[""]):
             return {}
         async with self._slots:
@@ -87,7 +80,7 @@ class Callers:
         number = self._number
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            with suppress(ConnectionError):  # the listener hears of its end
+            with suppress(ConnectionError):  # the listener detects its end
                 child.send({**request, "number": number})
             return await waiter
         finally:
@@ -119,7 +112,7 @@ class Callers:
             return self._child
 
     async def _listen(self, child: Child) -> None:
-        """Hands out replies until the process ends, or is silent: its functions have then blocked the event loop."""
+        """Delivers replies until the process ends or is silent, which means that a function blocks the event loop."""
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
@@ -137,7 +130,7 @@ class Callers:
         self._child = None
         self.respawned += 1
         self._failed_starts += 1
-        # Which of them ended it nobody knows: all are tried once more, as after a crash.
+        # It is unknown which request ended it: all are tried once more, as after a crash.
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_result({"failure": child.failure, "detail": detail})

@@ -1,7 +1,5 @@
-"""Feeds, limits, checks and replaces the child processes of one reward worker.
-
-In: `Item`s. Out: one `Verdict` each, whatever the item does to the process that scores it. Plain asyncio; needs no Ray.
-"""
+"""Feeds, limits, checks and replaces the child processes of one reward worker: one `Verdict` per `Item`, whatever the
+item does to the process that scores it. Plain asyncio; needs no Ray."""
 
 import asyncio
 import os
@@ -30,8 +28,8 @@ from workers.scoring.verdict import (
     verdict_of_failure,
 )
 
-CANARY_EVERY = 1000  # items of one child between two checks of the known answers
-TOLERANCE = 1e-6  # of a known score
+CANARY_EVERY = 1000  # items of one child between two checks with known answers
+TOLERANCE = 1e-6  # absolute, of a known score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,8 +40,8 @@ class _Job:
 
 
 class Children:
-    """Holds `count` children, each with a task that feeds it and replaces it. `async with` starts and ends them.
-    granted: what the kernel granted of `processes` and `network`."""
+    """`count` children, each with a task that feeds and replaces it. `async with` starts and ends them. granted: which
+    restrictions of `processes` and `network` the kernel granted."""
 
     def __init__(
         self,
@@ -55,7 +53,8 @@ class Children:
         *,
         own: Own | None = None,
     ) -> None:
-        """Starts nothing yet. remote, concurrency: for async functions, which one more process runs. own: by entry."""
+        """remote, concurrency: for async functions, which run in one more process. own: functions by entry of
+        `data.sources`."""
         self._respawned, self.granted = 0, list[str]()
         self._limits = limits
         self._settings = {"functions": as_values(functions, own or {}), "limits": asdict(limits)}
@@ -85,12 +84,8 @@ class Children:
         await self.close()
 
     async def start(self) -> None:
-        """Waits until every child has scored the known answers.
-
-        Raises:
-            ValueError: a reward function cannot be loaded. CanaryError: a known answer is scored otherwise.
-            ChildrenLost: the children do not come to score.
-        """
+        """Waits until every child has scored the known answers. Raises ValueError if a reward function cannot be
+        loaded, CanaryError if a known answer gets another score, ChildrenLost if children repeatedly fail to start."""
         self._server = await ForkServer.start(self._settings)
         if self.about["asynchronous"]:
             self._callers = Callers(self._settings, self._remote, self._concurrency)
@@ -102,7 +97,6 @@ class Children:
         self._raise_if_broken()
 
     async def close(self) -> None:
-        """Ends all processes."""
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
@@ -115,31 +109,26 @@ class Children:
 
     @property
     def respawned(self) -> int:
-        """Counts the processes that were replaced."""
         return self._respawned + (self._callers.respawned if self._callers is not None else 0)
 
     @property
     def about(self) -> dict[str, Any]:
-        """Holds what the fork server says of the functions: see `ForkServer`."""
+        """The fork server's description of the functions: see `ForkServer`."""
         return self._server.about if self._server is not None else {}
 
     @property
     def pids(self) -> list[int]:
-        """Lists the process numbers of the living children, and of those that run async functions."""
+        """Process ids of the living children and of the process of the async functions, with its fork server."""
         return [child.pid for child in self._children] + (self._callers.pids if self._callers is not None else [])
 
     def processes(self) -> Iterator[psutil.Process]:
-        """Yields this process, the fork server and the children, as far as they live."""
         for pid in (os.getpid(), self.about["pid"], *self.pids):
             with suppress(psutil.Error):
                 yield psutil.Process(pid)
 
     async def score(self, item: Item) -> Verdict:
-        """Returns the verdict on one item; any number of calls may wait at a time.
-
-        Raises:
-            CanaryError: the children failed a check of known answers. ChildrenLost: none comes to score any more.
-        """
+        """Returns the verdict on one item; calls may be concurrent. Raises CanaryError if the children failed a check
+        of known answers, ChildrenLost if children repeatedly fail to start."""
         self._raise_if_broken()
         given = {} if self._callers is None else await self._callers.given(item.request(None, servers=item.servers))
         if isinstance(given, Verdict):
@@ -157,11 +146,7 @@ class Children:
         return await job.done
 
     async def check(self) -> None:
-        """Lets every child that scored since its last check score the known answers again.
-
-        Raises:
-            CanaryError: one of them failed. ChildrenLost: none comes to score any more.
-        """
+        """Makes every child that scored since its last check score the known answers again. Raises as `score` does."""
         self._raise_if_broken()
         checks = []
         for child in self._children:
@@ -174,7 +159,6 @@ class Children:
         self._raise_if_broken()
 
     async def _slot(self) -> None:
-        """Runs one child after the other."""
         retry: _Job | None = None
         while (child := await self._new_child()) is not None:
             self._children.add(child)
@@ -186,11 +170,11 @@ class Children:
                 self._children.remove(child)
                 child.end("crash")
                 if child.check_wanted is not None and not child.check_wanted.done():
-                    child.check_wanted.set_result(None)  # its successor is checked before it scores
+                    child.check_wanted.set_result(None)  # its replacement is checked before it scores
             self._respawned += 1
 
     async def _new_child(self) -> Child | None:
-        """Returns a child that has scored the known answers; None when the worker is broken."""
+        """Returns a child that has scored the known answers; None if the worker is broken."""
         while self._broken is None:
             try:
                 server = await self._running_server()
@@ -211,7 +195,6 @@ class Children:
         return None
 
     async def _running_server(self) -> ForkServer:
-        """Returns the fork server, a new one where it has ended."""
         async with self._restarting:
             if self._server is None or self._server.gone.is_set():
                 before, self._server = self.about, await ForkServer.start(self._settings)
@@ -220,11 +203,9 @@ class Children:
             return self._server
 
     async def _feed_until_end(self, child: Child, retry: _Job | None) -> _Job | None:
-        """Gives items to a child until it ends. Returns the item that the next child shall score again, if any.
-
-        retry: the item to begin with. An item that reaches a limit in a process that has scored others is tried again:
-        the others may have left memory or threads there. At the limit in a fresh process, it is wrong by itself.
-        """
+        """Feeds items to a child until it ends. Returns the item that the next child must score again, if any. retry:
+        the first item. An item that reaches a limit in a process that has scored others is retried, because the others
+        may have left memory or threads behind. If it reaches the limit in a fresh process, the item is the cause."""
         while not child.exit_status.done() and not child.failure:
             if child.check_wanted is not None or child.since_canary >= CANARY_EVERY:
                 if not await self._canary(child):
@@ -242,7 +223,7 @@ class Children:
         return retry
 
     async def _next_job(self, child: Child) -> _Job | None:
-        """Returns None when the child ended, or shall be checked, before there was one."""
+        """Returns None if the child ended, or must be checked, before there was one."""
         while self._backlog:
             job = self._backlog.popleft()
             if not job.done.done():
@@ -261,7 +242,7 @@ class Children:
         try:
             if reply is not None:
                 return verdict_from_reply(reply, wall_s)
-        except ValueError:  # a function has spoken into the socket
+        except ValueError:  # a function has written to the socket
             child.end("crash")
         if child.failure in LIMIT_REACHED:
             at = self.about["at_limit"]
@@ -269,8 +250,8 @@ class Children:
         return verdict_of_failure(child.failure, child.detail, wall_s)
 
     async def _canary(self, child: Child) -> bool:
-        """Returns whether the child scores every known answer as it must. An answer that it scores otherwise breaks the
-        worker; a child that ends over one does not yet."""
+        """Whether the child scores all known answers correctly. A wrong score breaks the worker; a child that ends
+        while scoring one does not."""
         for request in self.about["canaries"]:
             reply = await child.ask(request, self._limits)
             if reply is None:
@@ -294,7 +275,7 @@ class Children:
         self._up.set()
 
     def _slot_ended(self, slot: "asyncio.Task[None]") -> None:
-        """Breaks the worker for a defect of ours, which must not leave items waiting for ever."""
+        """Breaks the worker on an internal error, so that items do not wait forever."""
         if not slot.cancelled() and (error := slot.exception()) is not None:
             self._break(CanaryError(f"the task that feeds reward children failed: {type(error).__name__}: {error}"))
 

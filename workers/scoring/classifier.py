@@ -1,9 +1,6 @@
-"""Scores whole conversations with a Hugging Face sequence-classification model that has one label.
-
-In: conversations. Out: one `ModelScore` each, the same as if it had been scored alone: neither its neighbours in a
-batch nor padding change it. Response text is adversarial: it can neither write turns of the conversation nor be cut
-to fit.
-"""
+"""Scores conversations with a Hugging Face sequence-classification model with one label. Neither the other
+conversations in the batch nor padding change a score. Response text is adversarial: it cannot forge turns, and is never
+truncated."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +19,9 @@ from dapo.types import Messages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Describes what is scored. Made by `workers.reward_model`, consumed by `Classifier`.
-
-    messages, prompt_text: those of the `Prompt` with this id; the text counts only where the model's tokenizer has no
-    chat template. response: text of the response, of any kind: empty, NUL, lone surrogates, special tokens spelt out.
-    """
+    """A conversation to score. Made by `workers.reward_model`, consumed by `Classifier`. messages, prompt_text: of the
+    `Prompt` with this id; prompt_text is used only if the tokenizer has no chat template. response: any text, including
+    empty, NUL, lone surrogates and spelled-out special tokens."""
 
     prompt_id: int
     messages: Messages
@@ -36,12 +31,10 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelScore:
-    """Holds the score of one conversation. Made by `Classifier`, consumed by `workers.reward_model`.
-
-    value: the model's logit; NaN with a `failure`: "too_long", "empty" (no token at all), "not_finite", "memory" (does
-    not fit on the GPU, even alone), "template" (the chat template raised on this response) or "prompt" (it does so on
-    its prompt, whatever the response). detail: the error or the length, where there is one.
-    """
+    """The score of one conversation. Made by `Classifier`, consumed by `workers.reward_model`. value: the model's
+    logit; NaN with a `failure`: "too_long", "empty" (no token), "not_finite", "memory" (does not fit on the GPU even
+    alone), "template" (the chat template raised on this response) or "prompt" (it raises on this prompt with any
+    response). detail: the error or the length, if any."""
 
     value: float
     failure: str = ""
@@ -49,12 +42,13 @@ class ModelScore:
 
 
 def no_score(failure: str, detail: str = "") -> ModelScore:
-    """Returns no score; never a zero, which would be one."""
+    """Returns NaN, never zero, which would be a valid score."""
     return ModelScore(value=math.nan, failure=failure, detail=detail)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Returns indices in batches of at most `max_tokens` padded tokens each, longest first: neighbours are alike."""
+    """Returns indices in batches of at most `max_tokens` padded tokens, longest first, so that lengths in a batch are
+    similar."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
@@ -65,15 +59,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class Classifier:
-    """Holds the model with its tokenizer, on one device."""
-
     def __init__(self, config: RewardModelConfig, path: str, device: str) -> None:
-        """Loads the model. path: `config.path`, resolved. device: `cpu` or `cuda`.
-
-        Raises:
-            ValueError: the model is no sequence classifier with one label, or the files lack weights of it.
-            OSError: files are missing or cannot be read.
-        """
+        """path: `config.path`, resolved. device: `cpu` or `cuda`. Raises ValueError if the model is not a sequence
+        classifier with one label or its files lack weights, OSError if files are missing or unreadable."""
         disable_progress_bar()
         remote = config.trust_remote_code
         settings = AutoConfig.from_pretrained(path, trust_remote_code=remote)
@@ -92,7 +80,7 @@ class Classifier:
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._text_config = model.config.get_text_config()
-        self._text_config.use_cache = False  # keys and values that are never read
+        self._text_config.use_cache = False  # it would never be read
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._max_tokens = config.max_tokens
         window = getattr(self._text_config, "max_position_embeddings", None) or math.inf
@@ -102,11 +90,10 @@ class Classifier:
         self._special = special_tokens(self._tokenizer)
 
     def score(self, conversations: Sequence[Conversation]) -> list[ModelScore]:
-        """Returns one score per conversation, in order."""
         found = [self._text(conversation) for conversation in conversations]
         scores = {index: text for index, text in enumerate(found) if isinstance(text, ModelScore)}
         texts = [text if isinstance(text, str) else "" for text in found]
-        # A chat template has written every special token itself; without one they are the tokenizer's to add.
+        # A chat template writes all special tokens itself; without one the tokenizer must add them.
         ids = self._tokenizer(texts, add_special_tokens=not self._tokenizer.chat_template, verbose=False)["input_ids"]
         for index, tokens in enumerate(ids):
             if index not in scores and not 0 < len(tokens) <= self._max_length:
@@ -118,13 +105,12 @@ class Classifier:
         return [scores[index] for index in range(len(conversations))]
 
     def _text(self, conversation: Conversation) -> str | ModelScore:
-        """Returns the conversation as the model reads it."""
         response = spelled_out(self._special, _readable(conversation.response))
         if not self._tokenizer.chat_template:
             return _readable(conversation.prompt_text) + response
         try:
             return self._rendered(conversation.messages, response)
-        except Exception as error:  # templates are programs of the model's maker and raise what they like
+        except Exception as error:  # templates are third-party programs and may raise anything
             detail = f"{type(error).__name__}: {ascii(str(error)[:200])}"  # it may quote the response
         try:
             self._rendered(conversation.messages, "yes")
@@ -150,7 +136,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _forward(self, ids: list[list[int]]) -> Tensor:
-        """Returns logits [B], float32, of B token lists, padded on the right."""
+        """Returns logits [B], float32, for B token lists, right-padded."""
         pad = self._text_config.pad_token_id = self._pad(ids)
         width = max(map(len, ids))
         tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=self._device)
@@ -160,9 +146,9 @@ class Classifier:
         return logits.float().reshape(len(ids))
 
     def _pad(self, ids: list[list[int]]) -> int:
-        """Returns the model's padding token. Decoders read the score at the last token that is none: where the model
-        names no padding token, or one that it has no embedding for, it must be one that no sequence holds, or a stop
-        token taken for padding would move the score of every response that ends with it."""
+        """Returns the padding token. Decoder models read the score at the last token that is not padding. If the model
+        declares no padding token, or one outside its embedding, the padding token must occur in no sequence: with a
+        stop token as padding, the score of every response that ends with it would be read at the wrong position."""
         if self._declared_pad is not None and 0 <= self._declared_pad < self._vocabulary:
             return int(self._declared_pad)
         used = {token for row in ids for token in row}
@@ -170,5 +156,5 @@ class Classifier:
 
 
 def _readable(text: str) -> str:
-    """Replaces lone surrogates, which no tokenizer takes, by U+FFFD."""
+    """Replaces lone surrogates, which tokenizers reject, by U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""Says in one line what guards a run from what its reward functions read."""
+"""Describes in one log line the limits of reward functions."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from dapo.config.reward import RewardConfig
 
 
 def describe(cfg: RewardConfig, about: dict[str, Any]) -> str:
-    """Returns limits and concurrency, and what is not guarded. about: as `RewardWorker.start` returns it."""
+    """Returns limits, concurrency and what is not protected. about: as returned by `RewardWorker.start`."""
     limits, granted = cfg.limits, about["granted"]
     switches = {"processes": limits.allow_processes, "network": limits.allow_network}
     refused = [name for name, allowed in switches.items() if not allowed and name not in granted]

@@ -1,8 +1,5 @@
-"""Supervises the Ray workers that score, those of the reward functions and those of the reward model alike.
-
-In: items, each with its cost. Out: what a worker made of each, or `WorkerLost`. Items travel in few calls, results come
-back as they are made, and a worker that dies or keeps silent is replaced. The fleet knows neither prompts nor rewards.
-"""
+"""Supervises the Ray workers of reward functions or of the reward model: deals out items by cost, returns results or
+`WorkerLost`, and replaces workers that die or hang. Items are batched into few calls; results are streamed back."""
 
 import asyncio
 import math
@@ -18,14 +15,14 @@ from dapo.report.watchdog import waiting
 from workers.remote import RemoteError
 from workers.scoring.verdict import CanaryError
 
-START_ATTEMPTS = 3  # of a worker in another's place: what killed that one may not be over
-PAUSE_S = 1.0  # after one that failed; doubles with each
-MAX_LOST_IN_A_ROW = 5  # workers, per worker of the fleet, with no result in between: then it is no accident
-GAP_S = 0.01  # between two calls to a worker: what ends meanwhile goes together
+START_ATTEMPTS = 3  # of a replacement: the cause of the loss may persist
+PAUSE_S = 1.0  # after a failed attempt; doubles
+MAX_LOST_IN_A_ROW = 5  # losses per worker of the fleet, without a result in between, that break the fleet
+GAP_S = 0.01  # between two calls to a worker, to batch items
 
 
 class WorkerLost(RuntimeError):
-    """Says that a worker was lost with an item; the message says how. worker: its number."""
+    """A worker was lost with an item; the message says how. worker: its number."""
 
     def __init__(self, reason: str, worker: int) -> None:
         super().__init__(reason)
@@ -42,8 +39,8 @@ class _Job:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Worker:
-    """Holds what is known of a worker. load: cost of the items that are with it. progress: when it last gave a result,
-    or got items while it had none. called: when it last got items. about: what it said at its start."""
+    """State of a worker. load: cost of its items. progress: time of its last result, or of receiving items while it had
+    none. called: time it last got items. about: what it returned at its start."""
 
     index: int
     handle: Any
@@ -55,7 +52,7 @@ class _Worker:
 
 
 class Fleet:
-    """Holds all workers of one kind. respawned: workers that were replaced."""
+    """All workers of one kind. respawned: number of replacements."""
 
     def __init__(
         self,
@@ -70,14 +67,14 @@ class Fleet:
         one_call: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Creates the workers and starts none.
+        """Creates the workers without starting them.
 
         create(index): a new actor; its streaming method `score(items)` yields lists of (number of the item, result).
-        start(handle, index, timeout_s): waits until it can score and returns what it says of itself; raises
-        RemoteError, from a CanaryError where another worker in its place would do no better. name: of a worker, for
-        messages. window: cost of the items that may be with a worker at a time. timeout_s: longest silence of a worker
-        that has items; timeout_key: the setting that holds it. one_call: a worker works on all items of a call
-        together, so that it gets items only when it has none; otherwise calls overlap, so that it never waits.
+        start(handle, index, timeout_s): waits until it can score and returns its description; raises RemoteError, with
+        a CanaryError as cause if replacing the worker would not help. name: of a worker, in messages. window: largest
+        cost of the items at one worker. timeout_s: longest time without a result from a worker that has items;
+        timeout_key: its configuration key. one_call: a worker processes all items of a call together, and gets items
+        only when it has none; otherwise calls overlap, so that it never waits.
         """
         self.respawned = 0
         self._create, self._start_worker = create, start
@@ -92,27 +89,17 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, start_timeout_s: float) -> Any:
-        """Waits until all workers can score; returns what the first one says of itself.
-
-        start_timeout_s: also for every worker that takes another's place later.
-
-        Raises:
-            RemoteError: a worker cannot score, and why.
-        """
+        """Waits until all workers can score; returns the description of the first one. Raises RemoteError if one
+        cannot. start_timeout_s: also for every replacement later."""
         self._start_timeout_s = start_timeout_s
         await asyncio.gather(*[self._start(worker) for worker in self._workers])
         return self._workers[0].about
 
     async def score(self, item: Any, *, cost: int = 1, avoid: int = -1) -> tuple[Any, int]:
-        """Returns the result and the number of the worker that gave it.
-
-        cost: of the whole window or more, the item is alone with its worker. avoid: a worker that shall not have the
-        item, unless there is no other.
-
-        Raises:
-            WorkerLost: no result; the worker that had the item is lost.
-            RemoteError: the fleet is broken; no result can be trusted.
-        """
+        """Returns the result and the number of the worker that gave it. cost: an item whose cost is the whole window or
+        more is alone at its worker. avoid: a worker that must not get the item, unless it is the only one. Raises
+        WorkerLost if the worker that had the item is lost, RemoteError if the fleet is broken and no result can be
+        trusted."""
         if self._broken is not None:
             raise self._broken
         job = _Job(item=item, cost=cost, avoid=avoid, done=asyncio.get_running_loop().create_future())
@@ -122,11 +109,8 @@ class Fleet:
             return await job.done
 
     async def check(self) -> list[Any]:
-        """Returns what `check` of each worker returns; a worker that cannot answer is replaced.
-
-        Raises:
-            RemoteError: one of them failed its known answers.
-        """
+        """Calls `check` of each worker and returns the results; replaces workers that do not answer. Raises RemoteError
+        if one failed its known answers."""
         if self._broken is not None:
             raise self._broken
         with waiting(f"{self._name}s to score the known answers"):
@@ -136,7 +120,7 @@ class Fleet:
         return [result for result in results if result is not None]
 
     def stop(self) -> None:
-        """Ends all workers, and their children with them; who still waits for a result gets an error."""
+        """Kills all workers; pending calls of `score` raise RemoteError."""
         self._break(f"the {self._name}s are stopped")
         for task in self._tasks:
             task.cancel()
@@ -161,14 +145,14 @@ class Fleet:
             await self._replace(worker, handle)  # the new one is checked as it starts
 
     def _plan(self, delay_s: float = 0.0) -> None:
-        """Deals at the end of this turn of the event loop or later, so that what comes together goes together."""
+        """Schedules `_deal` for the end of this event loop turn or later, so that simultaneous items share one call."""
         if not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_later(delay_s, self._deal)
 
     def _deal(self) -> None:
-        """Sends what waits to the workers with the least load. What fits nowhere yet keeps its place, and the workers
-        that it may go to take nothing else until it fits."""
+        """Sends waiting items to the least loaded workers. An item that does not fit yet keeps its place, and the
+        workers it may go to get nothing else before it."""
         self._planned = False
         dealt: dict[int, list[_Job]] = {}
         kept: deque[_Job] = deque()
@@ -177,7 +161,7 @@ class Fleet:
         takers = [worker for worker in self._workers if worker.up and self._takes(worker, now, waiting)]
         while self._waiting and takers:
             job = self._waiting.popleft()
-            if job.done.done():  # not waited for any more
+            if job.done.done():  # cancelled by its caller
                 continue
             allowed = [worker for worker in takers if worker.index != job.avoid or len(self._workers) == 1]
             fitting = [one for one in allowed if not one.load or one.load + job.cost <= self._window]
@@ -196,15 +180,15 @@ class Fleet:
             self._plan(GAP_S)
 
     def _takes(self, worker: _Worker, now: float, waiting: int) -> bool:
-        """Returns whether a worker gets another call: one in `GAP_S`, because a call costs as much as scoring a dozen
-        responses, and half a window at a time where that much waits."""
+        """Whether a worker may get another call: one per `GAP_S`, because a call costs as much as scoring a dozen
+        responses, and half a window at a time if that much waits."""
         if self._one_call:
             return worker.load == 0
         room = self._window - worker.load
         return now - worker.called >= GAP_S and room >= min(waiting, self._window // 2)
 
     async def _send(self, worker: _Worker, jobs: Sequence[_Job]) -> None:
-        """Makes one remote call; the items that it leaves without a result are lost with their worker."""
+        """Makes one remote call; items left without a result are lost with their worker."""
         handle, left = worker.handle, dict(enumerate(jobs))
         reason = "its worker gave no verdict"
         if worker.load == sum(job.cost for job in jobs):
@@ -233,8 +217,8 @@ class Fleet:
                     job.done.set_exception(self._broken or WorkerLost(reason, worker.index))
 
     async def _parts(self, worker: _Worker, stream: AsyncIterator[Any]) -> AsyncIterator[list[tuple[int, Any]]]:
-        """Yields the call's results. A call may wait long behind others: a worker is silent when none of its calls goes
-        on."""
+        """Yields the results of a call. A call may wait long behind others, so the timeout applies to the progress of
+        all calls of the worker."""
         clock = asyncio.get_running_loop().time
         while True:
             step = asyncio.ensure_future(_next(stream))
@@ -254,10 +238,9 @@ class Fleet:
             yield part
 
     def _lose(self, worker: _Worker, handle: Any, reason: str) -> None:
-        """Replaces a lost worker, once for all calls that it had."""
         if worker.handle is not handle or not worker.up:
             return
-        worker.up = False  # at once: its other calls fail in this same turn of the event loop
+        worker.up = False  # immediately, because its other calls fail in the same event loop turn
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW * len(self._workers):
             self._break(f"{self._name}s were lost {self._lost_in_a_row} times in a row; the last time {reason}")
@@ -284,7 +267,7 @@ class Fleet:
                 await asyncio.sleep(PAUSE_S * 2 ** (START_ATTEMPTS - 1 - left))
 
     def _break(self, reason: str) -> RemoteError:
-        """Lets every call of `score` raise from now on, those that wait included: better than to wait for ever."""
+        """Makes all calls of `score` raise from now on, pending ones included."""
         self._broken = self._broken or RemoteError(reason)
         for job in self._waiting:
             if not job.done.done():
@@ -299,7 +282,7 @@ class Fleet:
 
 
 async def _next(stream: AsyncIterator[Any]) -> Any:
-    """Returns the stream's next value, None at its end."""
+    """Returns the next value of the stream, None at its end."""
     try:
         return await (await anext(stream))
     except StopAsyncIteration:

@@ -1,7 +1,4 @@
-"""Starts, asks and ends two kinds of process: the fork server and the children that it forks.
-
-In: settings, items. Out: replies, or why there is none. The processes run `dapo.rewards.calling.fork_server`.
-"""
+"""Starts, calls and ends the fork server and its children. Both run `dapo.rewards.calling.fork_server`."""
 
 import asyncio
 import json
@@ -19,41 +16,40 @@ from dapo.config.reward import LimitsConfig
 from dapo.report.redact import redacted
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 
-START_S = 120.0  # the imports of the reward functions
-MAX_FAILED_STARTS = 8  # in a row, of one process: with the pauses between them 11 s
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a start that failed; doubles with each
+START_S = 120.0  # for importing the reward functions
+MAX_FAILED_STARTS = 8  # in a row, of one process; the pauses between them sum to 11 s
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failed start; doubles
 FORK_S = 20.0
-REPORT_S = 5.0  # from the end of a child's stream to the report of its exit status
-LIMITS = {-signal.SIGPROF: "cpu", EXIT_MEMORY: "memory"}  # what an exit status tells; all else is a crash
-COMPUTES = 0.25  # share of its CPU time by which a process that is still at it has not been waiting
+REPORT_S = 5.0  # longest time from the end of a child's stream to its exit status
+LIMITS = {-signal.SIGPROF: "cpu", EXIT_MEMORY: "memory"}  # meaning of exit statuses; all others are crashes
+COMPUTES = 0.25  # share of the CPU limit above which a running process counts as computing, not waiting
 READ_ERRORS = (
     *(asyncio.IncompleteReadError, ConnectionError),  # it ended
-    *(ValueError, KeyError, TypeError, RecursionError, OverflowError),  # a function has spoken into its socket
+    *(ValueError, KeyError, TypeError, RecursionError, OverflowError),  # a function has written to the socket
 )
 
 
 class Child:
-    """Holds one process that scores. failure: why it ended, in the terms of `Score.failure`; "" while it lives."""
+    """One process that scores. failure: why it ended, in the terms of `Score.failure`; "" while it lives."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = 0
         self.granted: list[str] = []
         self.failure = ""
-        self.lost = ""  # what its machinery failed by, as it says itself
+        self.lost = ""  # internal error that it reported itself
         self.exit_status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.scored = 0
         self.since_canary = 0
         self.has_threads = False  # left behind by a function
         self.check_wanted: asyncio.Future[None] | None = None
-        self.wake: Callable[[], None] = lambda: None  # called when it ends while nothing is asked of it
+        self.wake: Callable[[], None] = lambda: None  # called when it ends while idle
         self._asked = 0
-        self._clock = 0.0  # seconds of CPU time up to its last words
+        self._clock = 0.0  # CPU seconds at its last message
         self._reader = reader
         self._writer = writer
 
     @property
     def detail(self) -> str:
-        """Says how it ended."""
         if self.lost:
             return self.lost
         if self.failure == "wall":
@@ -62,7 +58,7 @@ class Child:
         return f"its process ended ({self.failure}, exit status {'unknown' if status is None else status})"
 
     async def ask(self, request: dict[str, Any], limits: LimitsConfig) -> dict[str, Any] | None:
-        """Returns the reply, or None when the process ended before it gave one: see `failure`."""
+        """Returns the reply, or None if the process ended first: see `failure`."""
         self._asked += 1
         try:
             self._writer.write(pack({**request, "number": self._asked}))
@@ -77,23 +73,23 @@ class Child:
             self.lost = str(reply["lost"])
             self.end("crash")
         except TimeoutError:
-            if self.exit_status.done():  # what it has started holds the socket open
+            if self.exit_status.done():  # a process that it started keeps the socket open
                 self.end(LIMITS.get(self.exit_status.result(), "crash"))
-            # A busy machine gives no process its CPU limit in time: one that computes all the while has earned it.
+            # On a busy machine the wall limit may come before the CPU limit: "cpu" if it computed all the time.
             self.end("cpu" if self._computes(limits.cpu_s * COMPUTES) else "wall")
         except READ_ERRORS:
             self.end(await self.cause_of_end())
         return None
 
     async def cause_of_end(self) -> str:
-        """Kills it where it has not ended, and returns what its exit status tells, as `LIMITS` has it."""
+        """Kills the process if it still runs, and returns the failure that its exit status means (`LIMITS`)."""
         self.kill()
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.exit_status), REPORT_S)
         return LIMITS.get(self.exit_status.result(), "crash") if self.exit_status.done() else "crash"
 
     def send(self, request: dict[str, Any]) -> None:
-        """Hands over a request to a process that answers in any order. Raises ConnectionError."""
+        """Sends a request to a process that replies in any order. Raises ConnectionError."""
         self._writer.write(pack(request))
 
     async def receive(self) -> dict[str, Any]:
@@ -101,7 +97,7 @@ class Child:
         return await _read_frame(self._reader)
 
     async def hello(self) -> None:
-        """Waits for its first words. Raises RuntimeError when they do not come."""
+        """Waits for its first message. Raises RuntimeError if none comes."""
         try:
             async with asyncio.timeout(FORK_S):
                 words = await _read_frame(self._reader)
@@ -113,13 +109,13 @@ class Child:
         self.pid, self.granted, self._clock = words["pid"], words["granted"], words["clock"]
 
     def exited(self, status: int) -> None:
-        """Takes the report of its end; one that nothing was asked of ended for a reason of its own."""
+        """Records its exit status and wakes whoever waits to feed it."""
         if not self.exit_status.done():
             self.exit_status.set_result(status)
         self.wake()
 
     def _computes(self, at_least_s: float) -> bool:
-        """Returns whether it runs, or is ready to, and has used CPU time since its last words."""
+        """Whether it is runnable and has used this much CPU time since its last message."""
         try:
             state, used = state_and_cpu(self.pid)
         except OSError:
@@ -127,28 +123,25 @@ class Child:
         return state == "R" and used - self._clock >= at_least_s
 
     def end(self, failure: str) -> None:
-        """Kills it, if it lives, and closes the stream."""
         self.failure = self.failure or failure
         self.kill()
         self._writer.close()
 
     def kill(self) -> None:
-        """Sends SIGKILL, unless its end is known: its number may then be another process's."""
+        """Sends SIGKILL, unless its exit is known: another process may have its process id by then."""
         if self.pid and not self.exit_status.done():
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # with what a function was allowed to start
+                os.killpg(self.pid, signal.SIGKILL)  # includes processes that a function was allowed to start
 
 
 async def pause(failed_starts: int) -> None:
-    """Waits after so many starts that failed in a row: what made them fail may soon be over."""
+    """Waits after consecutive failed starts: the cause may be temporary."""
     await asyncio.sleep(min(PAUSE_S * 2 ** (failed_starts - 1), LONGEST_PAUSE_S))
 
 
 class ForkServer:
-    """Imports the reward functions and forks children on request; when it ends, they end with it.
-
-    about: what it says of itself (pid) and of the functions: digest, reads_last, canaries, without_canary, at_limit.
-    """
+    """Imports the reward functions and forks children on request. Its children end with it. about: its pid, and of the
+    functions: digest, reads_last, canaries, without_canary, at_limit."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
         self.about: dict[str, Any] = {}
@@ -157,13 +150,13 @@ class ForkServer:
         self._control = control
         self._writer: asyncio.StreamWriter | None = None
         self._children: dict[int, Child] = {}
-        self._early: dict[int, int] = {}  # ends of children that have not said their number yet
+        self._early: dict[int, int] = {}  # exits of children whose process id is not known yet
         self._listener: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> "ForkServer":
-        """Starts the process and waits until it has imported the functions. Raises ValueError when one cannot be
-        loaded, RuntimeError when the process does not start."""
+        """Starts the process and waits until it has imported the functions. Raises ValueError if one cannot be loaded,
+        RuntimeError if the process does not start."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -172,7 +165,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=_environment(network=bool(settings["limits"]["allow_network"])),
-                start_new_session=True,  # a Ctrl-C is the driver's business
+                start_new_session=True,  # only the driver handles Ctrl-C
             )
         self = cls(process, ours)
         try:
@@ -216,7 +209,7 @@ class ForkServer:
         return child
 
     def kill(self) -> None:
-        """Ends it and, through the kernel, its children."""
+        """Kills the fork server; the kernel then kills its children."""
         if self._listener is not None:
             self._listener.cancel()
         if self._writer is not None:
@@ -249,14 +242,14 @@ class ForkServer:
 
 
 def state_and_cpu(pid: int) -> tuple[str, float]:
-    """Returns the state of a process (R: running or ready) and its seconds of CPU time: proc(5). Raises OSError when it
-    is gone."""
+    """Returns the state of a process (R: running or runnable) and its CPU time in seconds, see proc(5). Raises OSError
+    if the process does not exist."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Returns the next frame. Raises ValueError for what is none."""
+    """Returns the next frame. Raises ValueError if it is malformed."""
     size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
     if size > MAX_REPLY_BYTES:
         raise ValueError(f"a frame of {size} bytes")
@@ -267,11 +260,9 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def _environment(*, network: bool) -> dict[str, str]:
-    """Returns variables for one thread each and no GPU; the modules that this process finds are found there.
-
-    They read what a model writes, so that they get no token of Ray's, and no secret where they may ask no server; and
-    Python prints no warning, which would quote it into the worker's log.
-    """
+    """Returns an environment with one thread per library, no GPU, and this process's import path. The processes read
+    model output, so they get no Ray token, and no secrets unless they may use the network. Python warnings are off,
+    because they would quote that output in the worker's log."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Turns a child's reply, or the end of the child, into the `Verdict` on one response of a reward worker."""
+"""Turns a child's reply, or the way the child ended, into the `Verdict` on one response."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,10 +6,10 @@ from typing import Any
 
 from dapo.types import Score, unscorable
 
-RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
+RETRY_PAUSE_S = 0.5  # before a retry: the cause of the failure, such as a lack of memory, may persist
 MAX_METRICS = 128
-MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a score: what scores is broken, not the responses
-WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
+MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a score: the scorer is broken, not the responses
+WARNINGS = 3  # logged per kind of failure; then one each time their number doubles
 CHANGED = "the files of `reward.functions` have changed during the run; put them back or start a new run"
 LIMIT_REACHED = {
     "cpu": "its scoring reached `reward.limits.cpu_s`",
@@ -18,11 +18,10 @@ LIMIT_REACHED = {
 
 
 class CanaryError(RuntimeError):
-    """Says that known answers are scored wrong, or by other functions: no verdict can be trusted."""
+    """Known answers get a wrong score, or other functions would score: no verdict can be trusted."""
 
     @classmethod
     def of_answer(cls, request: dict[str, Any], got: Any) -> "CanaryError":
-        """Returns the error of one known answer. got: its score, or what was said instead."""
         known = request["canary"]
         return cls(
             f"reward function `{request['label']}` gave {got} for a known answer whose score is {known['score']} "
@@ -32,16 +31,14 @@ class CanaryError(RuntimeError):
 
 
 class ChildrenLost(RuntimeError):
-    """Says that the processes of a reward worker do not come to score any more; another worker may do better."""
+    """The processes of a reward worker repeatedly fail to start; another worker may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Holds the score of one response. Made by `workers.scoring.children`, consumed by the reward pool.
-
-    score: NaN where there is none. detail: why not, for a person. cpu_s: seconds of the child, NaN where that is
-    unknown. wall_s: seconds from hand-over to reply. after_s: for so many seconds a server wants to be left alone.
-    """
+    """The score of one response. Made by `workers.scoring.children`, consumed by the reward pool. score: NaN if there
+    is none. detail: why, for the log. cpu_s: CPU seconds of the child, NaN if unknown. wall_s: seconds from request to
+    reply. after_s: seconds that a server asked to wait before the next request."""
 
     score: Score
     detail: str
@@ -51,14 +48,13 @@ class Verdict:
 
 
 class KnownMetrics:
-    """Keeps the first `MAX_METRICS` names of other numbers in a run alone: every name becomes a curve, and a function
-    may make them of the model's text."""
+    """Limits metrics to the first `MAX_METRICS` names of a run: each name becomes a curve, and a function may derive
+    names from the model's text."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def keep(self, score: Score) -> Score:
-        """Returns the score without the others."""
         for name in score.metrics:
             if name not in self._names and len(self._names) < MAX_METRICS:
                 self._names.add(name)
@@ -68,7 +64,7 @@ class KnownMetrics:
 
 
 def verdict_from_reply(reply: dict[str, Any], wall_s: float) -> Verdict:
-    """Reads a child's reply: an error of a function, or numbers and one text. Raises ValueError for any other."""
+    """Parses a child's reply: a function's error, or numbers and one text. Raises ValueError if it is malformed."""
     try:
         if "error" in reply:
             score, detail = unscorable("error"), str(reply["error"])
@@ -80,25 +76,23 @@ def verdict_from_reply(reply: dict[str, Any], wall_s: float) -> Verdict:
 
 
 def verdict_at_limit(failure: str, at_limit: dict[str, Any], cpu_s: float, wall_s: float) -> Verdict:
-    """Returns the verdict on a response that reached the limit `failure`, a key of `LIMIT_REACHED`. at_limit: its
-    score."""
+    """Returns the verdict at a limit. failure: a key of `LIMIT_REACHED`. at_limit: the score for it."""
     score = replace(_score(at_limit), failure=failure)
     spent = cpu_s if failure == "cpu" else math.nan
     return Verdict(score=score, detail=LIMIT_REACHED[failure], cpu_s=spent, wall_s=wall_s)
 
 
 def verdict_of_failure(failure: str, detail: str, wall_s: float, after_s: float = 0.0) -> Verdict:
-    """Returns no score: the process ended, and the response is not known to be the cause."""
+    """Returns an unscorable verdict: the process ended, and the response is not known to be the cause."""
     return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s, after_s=after_s)
 
 
 def is_told(count: int) -> bool:
-    """Returns whether a person hears of a failure. count: of its kind so far, with it."""
+    """Whether a failure is logged. count: failures of its kind so far, including this one."""
     return count <= WARNINGS or count & (count - 1) == 0
 
 
 def gave_nothing(score: Score) -> str:
-    """Says which functions gave no number, where none failed."""
     labels = [f"`{label}`" for label, value in score.parts.items() if math.isnan(value)]
     if labels:
         return f"reward function {', '.join(labels)} gave None or NaN as its score"
@@ -106,7 +100,6 @@ def gave_nothing(score: Score) -> str:
 
 
 def remedy(failure: str) -> str:
-    """Returns what to do where no response gets a verdict any more. failure: of the last one."""
     if failure == "away":
         return "see to the server that it asks, or raise `reward.remote.patience_s`"
     if failure == "remote":

@@ -1,1 +1,1 @@
-"""Holds what an actor rank is made of: the forward pass, the shards and their files, the optimizer step."""
+"""Parts of an actor rank: forward pass, sharding, checkpoint files and optimizer step."""

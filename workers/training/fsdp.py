@@ -1,8 +1,5 @@
-"""Wraps the policy in FSDP2: loading, sharding, optimizer, and the way back to full tensors.
-
-In: the configuration and the ranks' mesh. Out: a sharded `PackedPolicy` with float32 master weights; NCCL on GPU, gloo
-on CPU. The public functions are collectives: all ranks call them in the same order.
-"""
+"""Shards the policy with FSDP2 (float32 master weights; NCCL on GPU, gloo on CPU): loading, optimizer, full tensors.
+The public functions are collectives: all ranks call them in the same order."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,9 +26,7 @@ from workers.training.mesh import Mesh
 
 def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
     """Loads the model of `cfg.model.path`, sharded per layer, in float32; each rank reads its own rows of the files.
-
-    Raises ValueError where the files do not hold this model (`workers.training.files.loading`).
-    """
+    Raises ValueError if the files do not hold this model (`workers.training.files.loading`)."""
     lora = cfg.model.lora
     policy = _on_meta(cfg, getattr(torch, cfg.model.dtype) if lora.rank else torch.float32)  # frozen: no master weights
     if lora.rank:
@@ -46,10 +41,8 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
 
 
 def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
-    """Returns the reference policy of `algorithm.kl`: `policy` with adapters off or, without LoRA, its model once more.
-
-    It is used once per step: frozen, sharded alike, stored in the compute type, on a GPU in host memory.
-    """
+    """Returns the reference policy of `algorithm.kl`: `policy` with adapters off or, without LoRA, a second copy of its
+    model. It is used once per step: frozen, sharded alike, stored in the compute dtype, with a GPU in host memory."""
     if cfg.model.lora.rank:
         return BasePolicy(policy)
     offload = cfg.actor.offload == "host" or mesh.device == "cuda"
@@ -63,14 +56,14 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     model = meta_model(cfg.model, dtype)
     config = model.config.to_dict()
     if problems := [*heads_problems(cfg, config), *architecture_problems(cfg, config)]:
-        raise ValueError(problems[0])  # of a hub name, which only the ranks look up
+        raise ValueError(problems[0])  # for a hub name, which only the ranks look up
     if why := why_unpackable(model):
         raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}")
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 
 def _fill(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
-    """Gives the shards memory, on the host where they are offloaded, and their values."""
+    """Allocates the shards, on the host if they are offloaded, and loads their values."""
     policy.to_empty(device="cpu" if offload else mesh.device)
     policy.model.tie_weights()  # `to_empty` made two parameters of a tied one
     for module in policy.modules():
@@ -97,30 +90,30 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> N
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
         ),
-        # Pinned memory is the GPU's to copy from; on a CPU mesh offloading moves nothing, but takes the same path.
+        # The GPU copies from pinned memory. On a CPU mesh offloading moves nothing, but takes the same path.
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device == "cuda") if offload else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, reshard_after_forward=cfg.actor.reshard_after_forward, **shared)
     embedding: nn.Module = policy.model.get_input_embeddings()
     if embedding.weight is not policy.model.get_output_embeddings().weight:
-        # With the head in one unit both would be gathered, and both gradients reduced in float32, at the same time.
+        # In one unit with the head, both would be gathered and both gradients reduced in float32 at the same time.
         unit = fully_shard(embedding, reshard_after_forward=cfg.actor.reshard_after_forward, **shared)
-        unit.set_unshard_in_backward(False)  # a look-up's gradient does not need its table
+        unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
     # The backward pass begins with the head: freeing the root after the forward pass would save nothing.
     fully_shard(policy, reshard_after_forward=False, **shared)
 
 
 def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
-    """Returns AdamW over the shards that train; the fused kernel exists on CPU and GPU."""
+    """Returns AdamW over the trained shards; the fused kernel exists on CPU and GPU."""
     optim = cfg.actor.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     beta1, beta2 = optim.betas
     optimizer = torch.optim.AdamW(
         trained, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
-    # The state that AdamW would make in its first step. Without it torch.distributed.checkpoint makes one when it saves
-    # or loads, by an empty step that the bias correction then counts.
+    # The state of AdamW's first step. Otherwise torch.distributed.checkpoint creates it on save or load, by an empty
+    # step that the bias correction then counts.
     for parameter in trained:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -138,7 +131,7 @@ def reshard(policy: nn.Module) -> None:
 
 
 def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
-    """Frees, between phases, gathered parameters and, where the engines share the GPU, what torch keeps for later."""
+    """Frees gathered parameters and, if the engines share the GPU, torch's memory cache. Called between phases."""
     reshard(policy)
     if mesh.device == "cuda" and shares_gpus(cfg):
         torch.cuda.empty_cache()
@@ -147,22 +140,19 @@ def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
 def full_parameters(
     policy: PackedPolicy, mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in the files, full tensor on the mesh's device), one parameter's at a time; tied weights once, LoRA
-    merged.
-
-    Gathered in `dtype`: a short one halves what travels. Adapters and what they are merged into stay float32.
-    """
+    """Yields (name in the files, full tensor on the mesh's device), one parameter at a time; tied weights once, LoRA
+    merged. Gathered in `dtype`, as a smaller one halves the traffic; with adapters in float32."""
     reshard(policy)
     dtype = torch.float32 if has_adapters(policy.model) else dtype
     parts_of = FileNames(policy.model).parts
     for name, full in merged(policy.model, lambda parameter: gather(parameter, mesh, dtype)):
         for part in parts_of(name, full.shape):
             yield part.name, part.of(full)
-        del full  # or it would be held while the next one is gathered
+        del full  # otherwise held while the next one is gathered
 
 
 def gather(parameter: Tensor, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the full tensor of a sharded parameter on the mesh's device, converted to `dtype` before it travels."""
+    """Returns the full tensor of a sharded parameter on the mesh's device, converted to `dtype` before it is sent."""
     shard = parameter.detach().to(mesh.device, dtype)
     assert isinstance(shard, DTensor)
     return shard.full_tensor()
@@ -176,7 +166,7 @@ def full_shapes(model: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def check_copies(policy: PackedPolicy, mesh: Mesh) -> None:
-    """Raises RuntimeError, on all ranks, where copies of the parameters (`actor.fsdp_size`) differ in some bit."""
+    """Raises RuntimeError, on all ranks, if copies of the parameters (`actor.fsdp_size`) differ in any bit."""
     if mesh.num_copies == 1:
         return
     reshard(policy)
@@ -194,10 +184,8 @@ def check_copies(policy: PackedPolicy, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def shard_sums(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the float32 bit patterns of each parameter's own shard, [P] int64 on the CPU.
-
-    Any single changed element changes it; shards of one parameter add up to the same sum however it is cut.
-    """
+    """Returns the sum of the float32 bit patterns of each parameter's own shard, [P] int64 on the CPU. Changing any
+    single element changes it; the shards of a parameter add up to the same sum for any sharding."""
     sums = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor)

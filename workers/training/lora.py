@@ -1,11 +1,8 @@
-"""Puts low-rank adapters (LoRA) on the policy: peft's layers inside the model, sharded by FSDP like every other
-parameter.
+"""Adds low-rank adapters (LoRA) to the policy: peft's layers inside the model, sharded by FSDP like other parameters.
 
-In: a model of transformers and `model.lora`. Out: the same model, of which only the adapters train. Outside the actors
-nothing knows of them: engines, exports and checksums get merged weights, W + (alpha / rank) B A, under the base model's
-names, and the reference policy is the model with its adapters off.
-
-peft takes two seconds to import, so that only a run with adapters does.
+Only the adapters train. Engines, exports and checksums get merged weights, W + (alpha / rank) B A, under the base
+model's names; the reference policy is the model with its adapters off. peft takes two seconds to import, so it is
+imported only in runs with adapters.
 """
 
 import hashlib
@@ -22,21 +19,18 @@ from transformers.pytorch_utils import Conv1D
 from dapo.config.actor import LoraConfig
 from dapo.config.rules.model import ALL_LINEAR
 
-ADAPTER = "default"  # peft's name of an adapter that is given none
-LINEAR = (nn.Linear, Conv1D)  # the latter: GPT-2's, whose weight is the other one's transposed
+ADAPTER = "default"  # peft's default adapter name
+LINEAR = (nn.Linear, Conv1D)  # Conv1D: GPT-2's layer, whose weight is transposed
 Gather = Callable[[Tensor], Tensor]  # a sharded parameter -> the full tensor; a collective
 
 _BASE = ".base_layer."
-DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # ends of parameter names
+DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # suffixes of parameter names
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
-    """Puts an adapter around each target of `cfg` and freezes all else, in place, also on the meta device.
-
-    The adapters are float32 whatever the base is, and hold no values yet: `init_adapters` gives them, once the model
-    has memory.
-    Raises ValueError for a target that is no linear layer or is the head.
-    """
+    """Adds an adapter to each target of `cfg` and freezes everything else, in place, also on the meta device. The
+    adapters are float32 for any base, and without values until `init_adapters`. Raises ValueError for a target that is
+    the head or not a linear layer."""
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -45,7 +39,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         target_modules=_targets(model, cfg),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        lora_dropout=0.0,  # log-probabilities must be those of the policy that sampled
+        lora_dropout=0.0,  # log-probabilities must be those of the sampling policy
         bias="none",
         init_lora_weights=False,
         task_type="CAUSAL_LM",
@@ -53,11 +47,11 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
     inject_adapter_in_model(peft_config, model, ADAPTER)
     for name, module in model.named_modules():
         if is_adapter(f"{name}.weight"):
-            module.to(torch.float32)  # master weights; peft gave them the type of the base
+            module.to(torch.float32)  # master weights; peft uses the dtype of the base
 
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
-    """Returns the names of the layers that `model.lora.target_modules` means."""
+    """Returns the names of the layers that `model.lora.target_modules` selects."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
     if not layers:
@@ -80,10 +74,8 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Draws A as `nn.Linear` is by default and B zero: the policy starts as the base model.
-
-    The values come from `seed` and the parameter's name, so that they do not depend on the number of ranks.
-    """
+    """Initialises A like `nn.Linear` and B with zeros: the policy starts as the base model. Values depend on `seed` and
+    the parameter's name only, not on the number of ranks."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             full = torch.zeros(parameter.shape)
@@ -104,25 +96,23 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Tells by a parameter's name whether it is an adapter's."""
     return name.endswith((DOWN, UP))
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tells whether `add_adapters` has been here."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def base_name(name: str) -> str:
-    """Returns what the base model calls a parameter that is not an adapter's."""
+    """Returns the base model's name of a parameter that is not an adapter's."""
     return name.replace(_BASE, ".")
 
 
 def merged(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in the base model, full tensor) of every parameter but the adapters', these merged into theirs."""
+    """Yields (name in the base model, full tensor) of every parameter, with the adapters merged into theirs."""
     parameters = dict(model.named_parameters())
     for name in parameters:
-        if not is_adapter(name):  # nothing here holds on to a full tensor while the next one is gathered
+        if not is_adapter(name):  # hold no full tensor while the next one is gathered
             yield base_name(name), _whole(model, parameters, name, gather)
 
 
@@ -143,11 +133,9 @@ def peft_layer(model: nn.Module, name: str) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Makes the model compute, inside, what the base model does.
-
-    peft's own switch also takes `requires_grad` from the parameters and gives it back at the end, to those that the
-    modules show then: under FSDP these can be the gathered ones, and the shards would never train again.
-    """
+    """Makes the model compute like the base model in the block. peft's own switch also clears `requires_grad` and
+    restores it on the parameters that the modules show at the end: under FSDP these can be the gathered ones, and the
+    shards would never train again."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -161,14 +149,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class BasePolicy(nn.Module):
-    """Makes a policy with adapters its own reference policy: the same module with them off, to be called without
-    gradient."""
+    """A policy with its adapters off, used as its own reference policy; call it without gradient."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         self.policy = policy
 
     def forward(self, *args: Any) -> Any:
-        """Computes as the policy does, without adapters."""
         with adapters_off(self.policy):
             return self.policy(*args)

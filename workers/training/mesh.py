@@ -1,8 +1,5 @@
-"""Forms the actor ranks' process groups: who shards parameters with whom, and who shares a sequence.
-
-In: rank, world size and two sizes of the configuration. Out: a `Mesh`. Neighbouring ranks, which usually sit on one
-node, form each sequence-parallel group and each shard group.
-"""
+"""Creates the actor ranks' process groups: which ranks shard parameters together, and which share a sequence.
+Neighbouring ranks, usually on one node, form each sequence-parallel group and each shard group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +14,7 @@ from workers.meeting import meet
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """Describes the ranks that share each micro-batch, of which this is number `rank` of `size`. group: None for one
-    alone."""
+    """This rank's place among the ranks that share each micro-batch. group: None for a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -27,28 +23,25 @@ class SequenceParallel:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Holds the process groups of one rank. device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with
-    copies side by side (HSDP), 2-D ("replicate", "shard"). files: all ranks, over CPUs, for what they agree on while
-    they write files, which may be beside an update."""
+    """The process groups of one rank."""
 
-    device: str
+    device: str  # `cpu` or `cuda`
     rank: int
     world_size: int
-    fsdp: DeviceMesh
+    fsdp: DeviceMesh  # 1-D ("shard") or, with copies (HSDP), 2-D ("replicate", "shard")
     sequence_parallel: SequenceParallel
-    files: dist.ProcessGroup
+    files: dist.ProcessGroup  # all ranks, on CPU, for collectives of file writes, which may run during an update
 
     @property
     def num_copies(self) -> int:
-        """Returns how often all parameters lie on the ranks."""
+        """Number of copies of the parameters over all ranks."""
         return self.world_size // self.fsdp.size(-1)
 
 
 def join(device: str, *, rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Joins the process group that meets at address:port, an address of rank 0's node; `timeout_s` bounds each
-    collective."""
+    """Joins the process group at address:port, on rank 0's node; `timeout_s` bounds each collective."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # Ray shows each rank its own GPU alone
+        torch.cuda.set_device(0)  # Ray shows each rank only its own GPU
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=meet(rank, address, port, timeout_s),
@@ -61,12 +54,9 @@ def join(device: str, *, rank: int, world_size: int, address: str, port: int, ti
 def arrange(
     device: str, *, timeout_s: float, files_timeout_s: float, fsdp_size: int, sequence_parallel_size: int
 ) -> Mesh:
-    """Arranges all ranks that have joined in groups; a collective. `timeout_s` bounds each of theirs, and
-    `files_timeout_s` those about files.
-
-    fsdp_size: `actor.fsdp_size`. sequence_parallel_size: `actor.ulysses_sequence_parallel_size`. Both divide the number
-    of ranks (`dapo.config.rules.model` has checked).
-    """
+    """Arranges all joined ranks in groups; a collective. `timeout_s` bounds each collective of theirs, and
+    `files_timeout_s` those about files. fsdp_size: `actor.fsdp_size`. sequence_parallel_size:
+    `actor.ulysses_sequence_parallel_size`. Both divide the number of ranks (`dapo.config.rules.model` has checked)."""
     timeout = timedelta(seconds=timeout_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = world_size if fsdp_size == -1 else fsdp_size
@@ -90,12 +80,11 @@ def _fsdp_mesh(device: str, world_size: int, size: int, timeout: timedelta) -> D
 
 
 def _blocks(world_size: int, size: int) -> list[list[int]]:
-    """Returns neighbouring ranks in groups of `size`."""
     return [list(range(start, start + size)) for start in range(0, world_size, size)]
 
 
 def _group(partition: Sequence[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Makes this rank's group of a partition of all ranks; a collective. Groups do not inherit the timeout."""
+    """Creates this rank's group of a partition of all ranks; a collective. Groups do not inherit the timeout."""
     group, _ = dist.new_subgroups_by_enumeration(list(partition), timeout=timeout)
     assert group is not None
     return group

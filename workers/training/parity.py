@@ -1,31 +1,25 @@
-"""Checks the weight sync from end to end: do actors and engines agree on the tokens of a batch?
+"""Checks the weight sync end to end: do actors and engines agree on the tokens of a batch?
 
-In: totals of the mismatch per staleness, taken before the first optimizer step. Out: nothing, or an error that stops
-the run and names what to suspect: the weight sync, the compute types, or staleness.
+The check uses the mismatch totals per staleness, taken before the first optimizer step. Its error stops the run and
+names the suspect: the weight sync, the compute dtypes, or staleness.
 """
 
 from dapo.config.schema import Config
 from workers.training.totals import Mismatch, Totals
 from workers.training.unanimous import Unanimous
 
-# Engine arguments of vLLM that make it compute in other types than the actors.
+# Engine arguments of vLLM that can make it compute in other dtypes than the actors.
 _TYPE_ARGS = ("dtype", "quantization", "kv_cache_dtype")
 
 
 class WeightParityError(Unanimous):
-    """Says that the engines sampled from other probabilities than the actors compute; nothing was trained on the
-    batch.
-    """
+    """The engines sampled from other probabilities than the actors compute; nothing was trained on the batch."""
 
 
 def check_parity(totals: Totals, cfg: Config) -> None:
-    """Checks tokens of the current policy against one bound, tokens of older policies against another.
-
-    Tokens whose log-probability is not finite, on either side, are left out: their optimizer steps are skipped.
-
-    Raises:
-        WeightParityError: the mean of |log-probability of the actors - of the engines| is above a bound.
-    """
+    """Checks tokens of the current policy against one bound, tokens of older policies against another. Tokens with a
+    log-probability that is not finite, on either side, are left out: their optimizer steps are skipped. Raises
+    WeightParityError if the mean of |log-probability of the actors - of the engines| is above its bound."""
     fresh, older = totals.mismatch[0], totals.mismatch[1:]
     bound = cfg.weight_sync.max_mean_logprob_diff
     if not fresh.mean <= bound:

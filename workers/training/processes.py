@@ -1,8 +1,4 @@
-"""Knows the processes of the ranks, and ends them for sure: also those that are stopped or hang in a driver's call.
-
-In: what each rank says of itself. Out: they are gone, and with them their memory on the GPU; or an error that names
-them.
-"""
+"""Identifies the processes of the ranks, and kills them reliably, even if stopped or hanging in a driver call."""
 
 import asyncio
 import os
@@ -23,36 +19,34 @@ from workers.remote import RemoteError, wait
 
 POLL_S = 0.05
 GRACE_S = 1.0
-NICENESS = 19  # Ray's own processes have 15: a thread that holds Python's lock still gets a share of a busy machine
+NICENESS = 19  # Ray's own processes have 15; a thread that holds the GIL still gets a share of a busy machine
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Says which process a rank is. space: of process ids, alike in all processes that see the same ones. started: in
-    clock ticks since the machine started, for ids are used again. gpus: that Ray has given to it."""
+    """Identifies the process of a rank."""
 
     host: str
     node: str
-    space: str
+    space: str  # boot and pid namespace: equal in all processes that see the same pids
     pid: int
-    started: str
-    gpus: tuple[str, ...] = ()
+    started: str  # in clock ticks since boot, because pids are reused
+    gpus: tuple[str, ...] = ()  # assigned by Ray
 
 
 def own_process() -> RankProcess:
-    """Returns this process, which runs on a node of Ray's."""
     node = ray.get_runtime_context().get_node_id()
     gpus = tuple(map(str, ray.get_gpu_ids()))
     return RankProcess(ray.util.get_node_ip_address(), node, _own_space(), os.getpid(), _start_of(os.getpid()), gpus)
 
 
 def give_way() -> None:
-    """Lets what computes on this machine go before the calling thread, for good, where they compete for a core."""
+    """Lowers the calling thread's priority for good, so that computation on this machine goes first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def read_file(path: str) -> tuple[str, str]:
-    """Returns this node's address, and the text in a file or why it cannot be read."""
+    """Returns this node's address, and the text of a file or why it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -73,7 +67,7 @@ def _own_space() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Returns when a process started; "" when it has ended, also if its parent does not yet know."""
+    """Returns when a process started; "" if it has ended, also as a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -82,9 +76,8 @@ def _start_of(pid: int) -> str:
 
 
 def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
-    """Kills processes of this machine that do not end by themselves, as Ray has told them to; returns, after at most
-    `timeout_s`, the ids of those that are still there.
-    """
+    """Waits for processes of this machine to end, which Ray has already requested, and kills them after `GRACE_S`.
+    Returns, after at most `timeout_s`, the ids of those still running."""
     began = time.monotonic()
     while left := [p.pid for p in processes if p.started and _start_of(p.pid) == p.started]:
         waited = time.monotonic() - began
@@ -99,11 +92,8 @@ def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
 
 
 async def end_all(processes: Sequence[RankProcess], timeout_s: float, key: str) -> None:
-    """Returns when all are gone, or the node that a process is on does not answer.
-
-    Raises:
-        RemoteError: a process is still there after `timeout_s` (configuration key `key`).
-    """
+    """Returns when all processes have ended, or their node does not answer. Raises RemoteError if one still runs after
+    `timeout_s` (configuration key `key`)."""
     of_node: dict[tuple[str, str], list[RankProcess]] = {}
     for process in processes:
         of_node.setdefault((process.node, process.space), []).append(process)
@@ -115,7 +105,7 @@ async def end_all(processes: Sequence[RankProcess], timeout_s: float, key: str) 
 
 
 async def _end_on(node: str, processes: Sequence[RankProcess], timeout_s: float, key: str) -> str:
-    """Returns what is left of a node's processes, in words."""
+    """Ends the processes of one node and describes those still running; "" if none."""
     if processes[0].space == _own_space():
         left = await asyncio.to_thread(end_here, processes, timeout_s)
     elif node not in {each["NodeID"] for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}:
@@ -126,6 +116,6 @@ async def _end_on(node: str, processes: Sequence[RankProcess], timeout_s: float,
         try:
             ref = remote.options(scheduling_strategy=there).remote(processes, timeout_s)
             [left] = await wait([ref], 2 * timeout_s, f"the end of actor ranks on {processes[0].host}", key)
-        except RemoteError:  # the node has gone meanwhile; or hangs, and what is to start there will say so
+        except RemoteError:  # the node is lost, or hangs: then the next start there reports it
             return ""
     return f"process {', '.join(map(str, left))} on {processes[0].host}" if left else ""

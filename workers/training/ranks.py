@@ -1,7 +1,7 @@
-"""Speaks to all ranks of the actors at once, and tells failures that leave them usable from those that do not.
+"""Calls all ranks of the actors at once; separates failures that leave the ranks usable from those that do not.
 
-In: one remote call per rank. Out: their results in rank order; `RemoteError` where all ranks raised alike with nothing
-changed (`workers.training.unanimous`); else `ActorsLost`, and from then on for every call, until there are new ranks.
+If all ranks raise alike with nothing changed (`workers.training.unanimous`), a call raises `RemoteError`. Any other
+failure raises `ActorsLost`, as does every later call until the ranks are restarted.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from workers.training.processes import RankProcess, end_all
 from workers.training.unanimous import Unanimous
 
 Submit = Callable[[int, Any], Any]  # (rank, its actor) -> Ray's reference to the answer
-FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: no rank is whole after one
+FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: the rank is unusable after one
 END_S = 60.0
-PULSE_S = 1.0  # between two signs of life
-SILENT_S = 60.0  # a rank with nothing to do that answers nothing for so long stands still
+PULSE_S = 1.0  # between two pings
+SILENT_S = 60.0  # an idle rank that does not answer for so long hangs
 
 
 class Ranks:
-    """Holds the ranks' actors. workers: Ray's handles, in rank order."""
+    """The ranks' actors. workers: Ray handles, in rank order."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
-        """Makes the ranks. make: makes one set of them."""
+        """Creates the ranks. make: creates one set of them."""
         self._make = make
         self._processes: list[RankProcess] = []
         self.workers = make()
-        self.lost = ""  # why only a restart helps
+        self.lost = ""  # why a restart is needed
         self.restarts = 0
-        self._busy = 0  # calls under way
-        self._turn = asyncio.Lock()  # ranks take one call after the other, and a deadline is for the call alone
+        self._busy = 0  # running calls
+        self._turn = asyncio.Lock()  # one call at a time, so that its deadline covers only itself
 
     async def call(
         self,
@@ -48,15 +48,12 @@ class Ranks:
         separable: bool = False,
         beside: bool = False,
     ) -> list[Any]:
-        """Returns what all ranks answer to `submit(rank, worker)`, once those that came before have ended.
+        """Returns all ranks' results of `submit(rank, worker)`, in rank order, after earlier calls have ended.
 
-        timeout_s, key: the deadline and where it is set. what: for errors. changes: the parameters change meanwhile, so
-        that whoever gives up waiting does not know them any more. separable: what one rank does alone after the last
-        collective may fail on it alone. beside: it does not keep the ranks from other calls, and waits for none.
-
-        Raises:
-            RemoteError: all ranks raised alike (`Unanimous`, which is the cause), or separable work failed.
-            ActorsLost: anything else went wrong, now or before.
+        timeout_s, key: the deadline and where it is set. what: for errors. changes: it changes the parameters, which
+        are unknown if the caller stops waiting. separable: work after the last collective may fail on one rank alone.
+        beside: it may run concurrently with other calls. Raises RemoteError if all ranks raised alike (`Unanimous`,
+        which is the cause) or separable work failed; ActorsLost if anything else went wrong, now or before.
         """
         asked = self.workers
         async with nullcontext() if beside else self._turn:
@@ -93,13 +90,13 @@ class Ranks:
         raise ActorsLost(message) from errors[0]
 
     async def until_idle(self) -> None:
-        """Returns when no call is under way; each has its deadline."""
+        """Returns when no call is running; each has its deadline."""
         async with self._turn:
             pass
 
     async def until_lost(self, timeout_s: float, key: str) -> str:
-        """Returns why the ranks are lost, as soon as they are: while nobody speaks to them they are asked for a sign of
-        life, for which they have at most `timeout_s`. A call under way finds out by itself."""
+        """Returns why the ranks are lost, as soon as they are. While no call is running, the ranks are pinged and must
+        answer within `timeout_s`, at most `SILENT_S`; a running call detects a loss itself."""
         timeout_s = min(timeout_s, SILENT_S)
         while not self.lost:
             await asyncio.sleep(PULSE_S)
@@ -109,7 +106,7 @@ class Ranks:
         return self.lost
 
     async def find_processes(self, timeout_s: float, key: str) -> None:
-        """Asks every rank for its process, which `restart` must know."""
+        """Gets the process of every rank, which `restart` needs."""
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
@@ -120,12 +117,8 @@ class Ranks:
         return [gpu for rank in ranks for gpu in self._processes[rank].gpus]
 
     async def restart(self, key: str) -> None:
-        """Ends all ranks, waits until their processes are gone, and makes new ones. key: for errors.
-
-        Raises:
-            ActorsLost: a process does not end.
-            RuntimeError: there is no place for new ones.
-        """
+        """Ends all ranks, waits until their processes have ended, and creates new ones. Raises ActorsLost if a process
+        does not end, RuntimeError if there is no place for new ones. key: for errors."""
         self.lost = self.lost or "they are being restarted"
         self.kill()
         try:
@@ -138,17 +131,15 @@ class Ranks:
         self.restarts += 1
 
     def kill(self) -> None:
-        """Kills the ranks; they hold nothing that is not on disk or on the driver."""
+        """Kills the ranks; a restart needs only what is on disk or on the driver."""
         for worker in self.workers:
             ray.kill(worker)
 
 
 async def _outcomes(tasks: Sequence["asyncio.Future[Any]"]) -> list[Any]:
-    """Returns of each rank its result, its RemoteError, or None where it was no longer waited for.
-
-    Others may hang in a collective with a rank that failed: they have `FAILURE_GRACE_S` from the last answer on. Where
-    all raise alike they do not hang, and are waited for.
-    """
+    """Returns for each rank its result, its RemoteError, or None if it was no longer waited for. After a failure the
+    others may hang in a collective with the failed rank: they have `FAILURE_GRACE_S` from the last answer on. If all
+    raise alike they do not hang, and are waited for."""
     pending = set(tasks)
     patience: float | None = None  # each wait has a deadline of its own
     try:
@@ -178,5 +169,5 @@ def _unanimous(error: BaseException) -> bool:
 
 
 def _answered(error: RemoteError) -> bool:
-    """Returns whether the rank itself raised, and goes on; else it died, or kept silent."""
+    """Whether the rank itself raised and is still usable; otherwise it died or did not answer."""
     return error.__cause__ is not None and type(error.__cause__).__name__ not in FATAL

@@ -1,8 +1,5 @@
-"""Knows which policy version a rank's weights are of, and whether they are of one at all.
-
-In: what is about to change them. Out: a refusal of all that needs weights of a version, where they are of another or
-half changed. Every rank keeps its own and decides alike.
-"""
+"""Tracks the policy version of a rank's weights, and refuses calls that need another version or find the weights half
+changed. Every rank has its own record, and all decide alike."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +8,14 @@ from workers.training.unanimous import Refused, Unanimous
 
 
 class Standing:
-    """Holds the policy version of a rank, 0 at first, and what was changing its weights when it failed."""
+    """The policy version of a rank, 0 at first, and the operation that failed while it changed the weights."""
 
     def __init__(self) -> None:
         self.version = 0
         self._half_done = ""
 
     def check(self, what: str, version: int | None = None) -> None:
-        """Raises Refused unless the weights are those of a policy version, and of `version` where one is given."""
+        """Raises Refused unless the weights are those of a policy version, and of `version` if given."""
         if self._half_done:
             raise Refused(
                 f"the ranks refuse {what}: {self._half_done} did not come to its end, and their weights are of no "
@@ -32,10 +29,8 @@ class Standing:
 
     @contextmanager
     def changing(self, what: str, *, to: int, or_nothing: bool) -> Iterator[None]:
-        """Makes the weights those of version `to` at the end, and those of none if the body raises.
-
-        or_nothing: the body raises Unanimous only where it has changed nothing; then they stay as they were.
-        """
+        """Sets the version to `to` at the end of the block; if it raises, the weights have no version. or_nothing: a
+        block that raises Unanimous has changed nothing, and the weights stay as they were."""
         before, self._half_done = self._half_done, what
         try:
             yield

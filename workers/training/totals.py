@@ -1,7 +1,7 @@
-"""Sums what one optimizer step looked like over all ranks: tokens of micro-batches in, totals and metrics out.
+"""Sums the statistics of one optimizer step over all ranks: tokens of micro-batches in, totals and metrics out.
 
-Everything is summed over tokens and divided once at the end, so that metrics depend on micro-batches and ranks as
-little as the gradient does.
+Everything is summed over tokens and divided once at the end, so that metrics, like the gradient, hardly depend on
+micro-batches and ranks.
 """
 
 import math
@@ -36,32 +36,29 @@ GRAD_NORM_SQUARED = _SUMS.index("grad_norm_squared")
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Compares actors and engines over the tokens of one staleness. difference: sum of |old - rollout log-probability|
-    in nats, and its maximum. ratio, ratio_squared: sums of the importance ratio before truncation or masking. affected:
-    tokens truncated or masked. non_finite: tokens whose difference or ratio is not finite; all but `tokens` is without
-    them."""
+    """Mismatch of actors and engines over the tokens of one staleness. The sums are over finite tokens only."""
 
     tokens: float
-    difference: float
-    ratio: float
+    difference: float  # sum of |old - rollout log-probability|, nats
+    ratio: float  # sum of the importance ratio before truncation or masking
     ratio_squared: float
-    affected: float
-    non_finite: float
+    affected: float  # tokens truncated or masked
+    non_finite: float  # tokens whose difference or ratio is not finite
     max_difference: float
 
     @property
     def finite(self) -> float:
-        """Counts the tokens that the sums are over."""
+        """Number of tokens in the sums."""
         return self.tokens - self.non_finite
 
     @property
     def mean(self) -> float:
-        """Returns the mean of |old - rollout log-probability|; 0 without tokens."""
+        """Mean of |old - rollout log-probability|; 0 without tokens."""
         return self.difference / max(1.0, self.finite)
 
     @property
     def ess(self) -> float:
-        """Returns the effective sample size as a share, (sum of ratios)^2 / (tokens x sum of squares), or NaN."""
+        """Effective sample size as a share, (sum of ratios)^2 / (tokens x sum of squares), or NaN."""
         return math.nan if self.finite == 0 else self.ratio**2 / max(self.finite * self.ratio_squared, 1e-300)
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -75,39 +72,36 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Holds the totals of one optimizer step, over all ranks. Made by `gather`.
+    """Totals of one optimizer step over all ranks. Made by `gather`."""
 
-    sums: by name, over the trained tokens: counts of tokens, nats, and the ratio itself; "loss" is weighted already,
-    "grad_norm_squared" is over all shards, before clipping. mismatch: per staleness, over all tokens.
-    """
-
+    # Over the trained tokens: counts, nats, and the ratio itself. "loss" is weighted already; "grad_norm_squared" is
+    # over all shards, before clipping.
     sums: dict[str, float]
-    mismatch: tuple[Mismatch, ...]
+    mismatch: tuple[Mismatch, ...]  # per staleness, over all tokens
     max_log_ratio: float
 
     @property
     def trained_tokens(self) -> float:
-        """Returns the number of response tokens that the loss was over."""
+        """Number of response tokens in the loss."""
         return self.sums["trained_tokens"]
 
     @property
     def grad_norm(self) -> float:
-        """Returns the L2 norm of the whole gradient."""
+        """L2 norm of the whole gradient."""
         return math.sqrt(self.sums["grad_norm_squared"])
 
     @property
     def finite(self) -> bool:
-        """Tells whether the optimizer may use this gradient: loss, gradient and all log-probabilities are finite."""
+        """Whether the optimizer may use this gradient: loss, gradient and all log-probabilities are finite."""
         return self.finite_loss and math.isfinite(self.sums["grad_norm_squared"])
 
     @property
     def finite_loss(self) -> bool:
-        """Tells whether loss and all log-probabilities are finite, whatever the gradient is."""
+        """Whether loss and all log-probabilities are finite; the gradient may not be."""
         return math.isfinite(self.sums["loss"]) and not self.all_mismatch.non_finite
 
     @property
     def all_mismatch(self) -> Mismatch:
-        """Returns the mismatch of every staleness together."""
         return Mismatch(
             **{name: sum(getattr(m, name) for m in self.mismatch) for name in _MISMATCH_SUMS},
             max_difference=max(m.max_difference for m in self.mismatch),
@@ -115,13 +109,13 @@ class Totals:
 
 
 def neutral_row(device: torch.device) -> Tensor:
-    """Returns a row that changes no total: that of a micro-batch which another rank counts."""
+    """Returns a row that changes no total, for a micro-batch that another rank counts."""
     maxima = torch.full((_NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device)
     return torch.cat([torch.zeros(_NUM_SUMS, dtype=torch.float64, device=device), maxima])
 
 
 def row_of(correction: Correction, staleness: Tensor, result: Objective | None) -> Tensor:
-    """Returns one micro-batch as a float64 row; the gradient norm is filled in later. Without `result` only the
+    """Returns one micro-batch as a float64 row; the gradient norm is filled in later. Without `result` it has only the
     mismatch."""
     device = staleness.device
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
@@ -131,7 +125,7 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
         per_token = [result.clipped_low, result.clipped_high, result.dual_clipped, result.log_ratio]
         per_token += [result.log_ratio.exp() * result.trained, result.kl, result.entropy]
         sums[3:] = torch.stack([values.double().sum() for values in per_token])
-        if result.trained.numel():  # whether any is true, only the device knows: asking would wait for it
+        if result.trained.numel():  # testing the values would wait for the device
             maxima[0] = result.log_ratio.where(result.trained, -torch.inf).max()
     bucket = staleness.clamp(0, STALENESS_BUCKETS - 1)
     difference, ratio = correction.difference.double().abs(), correction.ratio.double()
@@ -147,7 +141,7 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
 
 
 def gather(rows: Sequence[Tensor]) -> Totals:
-    """Merges this rank's rows (one per micro-batch) with those of all ranks, by one collective; equal on all."""
+    """Merges the rows (one per micro-batch) of all ranks by one collective; equal on all."""
     own = _merge(torch.stack(list(rows)))
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
@@ -170,11 +164,9 @@ def _merge(rows: Tensor) -> Tensor:
 
 
 def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: int, empty: int) -> dict[str, float]:
-    """Returns means over the optimizer steps taken (loss, gradient norm) and over their trained tokens (the rest).
-
-    lr: of the last optimizer step. skipped, empty: optimizer steps not taken, because some number was not finite, or
-    because no token was to be trained. parity: what the actors thought of the batch before the first step.
-    """
+    """Returns means over the optimizer steps taken (loss, gradient norm) and over their trained tokens (the rest). lr:
+    of the last optimizer step. skipped, empty: optimizer steps not taken, because of numbers that are not finite or
+    because there was no token to train. parity: totals of the batch before the first step."""
     count, tokens = max(1, len(steps)), max(1.0, sum(t.trained_tokens for t in steps))
     mean = {name: sum(t.sums[name] for t in steps) / tokens for name in _SUMS}
     whole = parity.all_mismatch

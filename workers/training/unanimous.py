@@ -1,7 +1,7 @@
-"""Lets all ranks raise alike what went wrong on some of them, so that none waits for another in a collective.
+"""Makes all ranks raise the same error for a failure on some of them, so that no rank waits for another in a
+collective.
 
-In: a rank's own work between two collectives, such as writing a file. Out: `Unanimous` on every rank, with the errors
-of all. The driver goes on with ranks that failed so; after any other error of a rank it does not know where they stand.
+The driver continues after such an error (`Unanimous`); after any other error of a rank it does not know their state.
 """
 
 from types import TracebackType
@@ -12,32 +12,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 class Unanimous(RuntimeError):
-    """Says what all ranks raise alike, at the same point, with the parameters and optimizer state that they had."""
+    """All ranks raise it alike, at the same point, with unchanged parameters and optimizer state."""
 
 
 class Refused(Unanimous):
-    """Says that the ranks do not do what they are asked for in the state that they are in."""
+    """The ranks refuse a call in their current state."""
 
 
 class FilesError(Unanimous):
-    """Says what kept some rank from writing or reading files."""
+    """Some rank could not write or read files."""
 
 
 class OwnWork:
-    """Keeps the first error of this rank's own work, each piece in a `with`, until `meet` tells all ranks of it.
-
-    No collective may be inside the `with`: the others would wait in it. A GPU out of memory is not kept: what follows
-    would fail as well.
-    """
+    """Keeps the first error of this rank's own work, each piece in a `with`, until `meet` reports it to all ranks. No
+    collective may be in the `with`: the others would wait in it. A GPU out-of-memory error is raised at once: what
+    follows would fail as well."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Begins with none. group: all ranks, where `meet` must keep out of the way of other collectives."""
+        """group: all ranks; given where `meet` must not interfere with other collectives."""
         self._error = ""
         self._group = group
 
     @property
     def failed(self) -> bool:
-        """Returns whether a piece of this rank's work has failed."""
         return bool(self._error)
 
     def __enter__(self) -> None:
@@ -52,11 +49,8 @@ class OwnWork:
         return True
 
     def meet(self, what: str) -> None:
-        """Returns when no rank's work has failed. A collective. what: the whole of it, for the error.
-
-        Raises:
-            FilesError: some rank's has, on all ranks alike.
-        """
+        """Raises FilesError on all ranks alike if the work of any rank has failed. A collective. what: the whole work,
+        for the error."""
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error, group=self._group)
         if found := _by_rank(dict(enumerate(errors))):
@@ -64,13 +58,13 @@ class OwnWork:
 
 
 def files_error(what: str, error: CheckpointException) -> FilesError:
-    """Returns what a distributed checkpoint (DCP) raises on all ranks alike, without the ranks' tracebacks."""
+    """Converts the exception that DCP raises on all ranks alike, without the ranks' tracebacks."""
     failures = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
     return FilesError(f"{what}: {_by_rank(failures)}")
 
 
 def _by_rank(errors: dict[int, str]) -> str:
-    """Returns one line of every error once, with the ranks that had it."""
+    """Formats each distinct error once, with the ranks that had it."""
     ranks: dict[str, list[str]] = {}
     for rank, error in sorted(errors.items()):
         if error:

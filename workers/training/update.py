@@ -1,8 +1,7 @@
-"""Runs one update of the policy on one FSDP rank: mini-batches of packed sequences come in, metrics over all ranks go
-out.
+"""Runs one update of the policy on one FSDP rank: mini-batches of packed sequences in, metrics over all ranks out.
 
-Each taking of a mini-batch is one optimizer step on the objective (`dapo.objective`). All ranks decide alike, because
-every decision is taken on totals that all of them have gathered.
+Each pass over a mini-batch is one optimizer step on the objective (`dapo.objective`). All ranks decide alike, because
+every decision uses totals that all of them have gathered.
 """
 
 import math
@@ -35,13 +34,11 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 class NonFiniteError(Unanimous):
-    """Says that too many optimizer steps in a row were skipped for numbers that are not finite, and that the update
-    took none before them.
-    """
+    """Too many optimizer steps in a row were skipped for non-finite numbers, and the update took none before."""
 
 
 class Updater:
-    """Holds what lives from update to update: the optimizer, the loss scale and the count of skipped steps in a row."""
+    """State that lives across updates: optimizer, loss scale and the number of skipped steps in a row."""
 
     def __init__(
         self,
@@ -52,9 +49,8 @@ class Updater:
         mesh: Mesh,
         own_loss: OwnFunction | None = None,
     ) -> None:
-        """Takes what `workers.actor` has built. reference: called like the policy, frozen; only where `algorithm.kl`
-        needs one. own_loss: where `algorithm.policy_loss` names one.
-        """
+        """reference: called like the policy, frozen; only if `algorithm.kl` needs one. own_loss: if
+        `algorithm.policy_loss` names one."""
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
@@ -69,16 +65,13 @@ class Updater:
     def update(
         self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
     ) -> Updated:
-        """Trains on this rank's [mini-batches][micro-batches][sequences], taken in `order`; returns what is equal on
-        all ranks.
-
-        After three skipped steps in a row it takes no further one. Raises `Unanimous`, with nothing changed:
-        WeightParityError if the batch was sampled from other weights, and NonFiniteError if the three came first.
-        """
+        """Trains on this rank's [mini-batches][micro-batches][sequences], taken in `order`; returns the same on all
+        ranks. Stops after three skipped steps in a row. Raises `Unanimous`, with nothing changed: WeightParityError if
+        the batch was sampled from other weights, NonFiniteError if no step was taken before the three."""
         try:
             return self._update(version, minibatches, order)
         except Unanimous:
-            self._optimizer.zero_grad()  # or the next batch would add its gradient to that of a refused one
+            self._optimizer.zero_grad()  # otherwise the next batch would add to the gradient of a refused one
             self.scale.forget()
             raise
 
@@ -192,8 +185,8 @@ class Updater:
         reference: Sequence[Tensor] | None,
         kept: Sequence[Tensor] | None = None,
     ) -> Totals:
-        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch; kept:
-        the tokens that carry the policy loss (`high_entropy`)."""
+        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch. kept:
+        mask of the tokens that carry the policy loss (`high_entropy`)."""
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
@@ -204,7 +197,7 @@ class Updater:
                 constants = replace(constants, correction=constants.correction * kept[k])
             result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
-            # Sequence-parallel ranks have the same loss and each the gradient through its own tokens.
+            # Sequence-parallel ranks have the same loss, and each has the gradient through its own tokens.
             broken = math.nan if fault_point("actor.loss") == "nan" else 1.0
             self.scale.scaled(result.loss * self._mesh.world_size * broken).backward()
             rows.append(row_of(correction, batch.staleness, result))
@@ -215,16 +208,15 @@ class Updater:
         return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
 
     def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
-        """Sums over all ranks: each micro-batch counts once, and each shard of the gradient, however many copies."""
+        """Sums over all ranks; each micro-batch and each shard of the gradient counts once, also with copies."""
         counted = list(rows) if self._mesh.sequence_parallel.rank == 0 else [neutral_row(self._device)]
         if grad_norm_squared is not None:
             counted[-1][GRAD_NORM_SQUARED] = grad_norm_squared / self._mesh.num_copies
         return gather(counted)
 
     def _constants(self, batch: MicroBatch, proximal: Tensor, reference: Tensor | None) -> tuple[Constants, Correction]:
-        """Returns what the objective takes as constant. proximal: log-probabilities [R] by the actors before the update
-        (in its only or first step: the policy's).
-        """
+        """Returns the constants of the objective. proximal: the actors' log-probabilities [R] before the update (in its
+        only or first step: the policy's)."""
         cfg = self._cfg.algorithm.rollout_correction
         correction = rollout_correction(proximal, batch.rollout_logprobs, batch.segment_ids, cfg)
         constants = Constants(
@@ -240,9 +232,10 @@ class Updater:
     def _sync_gradients(self, *, last: bool) -> None:
         """Sets when gradients are reduced, before the backward pass of a micro-batch.
 
-        Where parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
+        If parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
         micro-batch: one reduction per optimizer step. Otherwise each micro-batch reduces into the shards; copies of the
-        parameters (HSDP) add up theirs with the last one, unless offloaded, for until then the sums lie on the GPU.
+        parameters (HSDP) are summed in the last one, unless offloaded, because the sums would stay on the GPU until
+        then.
         """
         assert isinstance(self._policy, FSDPModule)
         if not self._cfg.actor.reshard_after_forward:
@@ -252,11 +245,9 @@ class Updater:
             self._policy.set_requires_all_reduce(last)
 
     def _step(self, totals: Totals, *, overflow: bool) -> bool:
-        """Clips and steps; or, where some number is not finite, drops the gradient and returns False.
-
-        Without a token to train on there is no gradient either, and the optimizer's momentum must not act alone.
-        overflow: of the scaled gradient alone, for which no number of the policy is to blame.
-        """
+        """Clips and steps; if some number is not finite, drops the gradient. Returns whether it stepped. Without a
+        token to train there is no gradient, and the optimizer's momentum must not act alone. overflow: only the scaled
+        gradient is not finite, which does not count as a skipped step."""
         if totals.finite and totals.trained_tokens > 0:
             self._skipped_in_a_row = 0
             max_norm = self._cfg.actor.optim.grad_clip

@@ -1,12 +1,10 @@
-"""Tells what an update took of the ranks: memory on each, and the share of their arithmetic.
-
-In: what each rank says of itself, the batch, the seconds. Out: metrics of `perf/rank/`.
+"""Measures the resource use of an update: memory of each rank, and model FLOPs utilisation (metrics of `perf/rank/`).
 
 MFU = model FLOPs / (seconds × GPUs × peak FLOP/s, `dapo.config.devices`). Model FLOPs of an optimizer step = 3 × the
 forward pass (`dapo.config.facts.model_shape`: matrices 2 FLOPs per weight and token, the head at response tokens only,
 causal attention at half of its square), the backward pass counting twice; 2 × with LoRA, where the model's matrices get
-no gradient. What checkpointing computes again, and old or reference log-probabilities, do not count; a prompt counts
-for each of its responses, also where it is computed once for several.
+no gradient. Recomputation by checkpointing, and old or reference log-probabilities, do not count. A prompt counts for
+each of its responses, also where it is computed once for several.
 """
 
 from collections.abc import Sequence
@@ -21,13 +19,12 @@ from dapo.types import TrainBatch
 
 
 def begin_use(device: str) -> None:
-    """Forgets the peak of what came before."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def end_use(device: str) -> RankUse:
-    """Returns what this process took since `begin_use`."""
+    """Returns the memory use of this process since `begin_use`."""
     resident = resident_bytes([psutil.Process()])
     if device != "cuda":
         return RankUse(resident_bytes=resident)
@@ -36,7 +33,7 @@ def end_use(device: str) -> RankUse:
 
 
 def model_flops(batch: TrainBatch, shape: ModelShape, *, lora: bool) -> float:
-    """Returns the FLOPs of all optimizer steps, as the module's docstring counts them."""
+    """Returns the FLOPs of all optimizer steps, as defined in the module's docstring."""
     forward = []
     for minibatch in batch.minibatches:
         tokens = sum(len(sequence.rollout_logprobs) for sequence in minibatch)
@@ -48,7 +45,7 @@ def model_flops(batch: TrainBatch, shape: ModelShape, *, lora: bool) -> float:
 def rank_metrics(
     uses: Sequence[RankUse], batch: TrainBatch, seconds: float, shape: ModelShape | None, *, lora: bool
 ) -> dict[str, float]:
-    """Returns the metrics of an update. uses: of all ranks. seconds: that it took. shape: None where not known."""
+    """Returns the metrics of an update. uses: of all ranks. seconds: its duration. shape: None if unknown."""
     metrics = {"perf/rank/resident_bytes": float(max(use.resident_bytes for use in uses))}
     if uses[0].device:
         tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)

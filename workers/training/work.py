@@ -1,7 +1,4 @@
-"""Deals a `TrainBatch` out to the ranks: whole mini-batches in, each rank's packed micro-batches of them out.
-
-Runs on the driver.
-"""
+"""Splits a `TrainBatch` among the ranks, on the driver: each rank gets packed micro-batches of every mini-batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +13,11 @@ MicroBatches = tuple[tuple[TrainSequence, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """Holds one rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `workers.actor.ActorWorker.update`.
-
-    minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
-    `TrainBatch`.
-    """
+    """One rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `workers.actor.ActorWorker.update`."""
 
     version: int
-    minibatches: tuple[MicroBatches, ...]
-    order: tuple[int, ...]
+    minibatches: tuple[MicroBatches, ...]  # micro-batches of each; equally many on all ranks, some may be empty
+    order: tuple[int, ...]  # see `TrainBatch`
 
 
 def split_batch(
@@ -34,10 +27,8 @@ def split_batch(
     equal_at: int = ATTENTION_EQUALS_REST_TOKENS,
     share_prompts: bool = True,
 ) -> list[RankWork]:
-    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`).
-
-    Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
-    """
+    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`). Raises ValueError for a
+    sequence longer than `max_tokens`, the bound on a micro-batch."""
     shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
     for sequences in batch.minibatches:
         packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
@@ -49,8 +40,8 @@ def split_batch(
 def split_sequences(
     sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int, share_prompts: bool
 ) -> tuple[list[MicroBatches], Callable[[Sequence[list[Any]]], list[Any]]]:
-    """Packs sequences over ranks as `split_batch` does; returns what puts the ranks' results, one per sequence in the
-    order of their micro-batches, back into the order of the sequences."""
+    """Packs sequences over ranks as `split_batch` does. Also returns a function that puts the ranks' results, one per
+    sequence in the order of their micro-batches, back into the order of the sequences."""
     packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
 
     def in_order(results: Sequence[list[Any]]) -> list[Any]:
@@ -71,7 +62,6 @@ def _pack(
 
 
 def known_shape(model_path: str) -> ModelShape | None:
-    """Returns the model's shape where it is known."""
     try:
         return read_shape(model_path)
     except UnknownShape:
@@ -79,5 +69,5 @@ def known_shape(model_path: str) -> ModelShape | None:
 
 
 def equal_at(shape: ModelShape | None) -> int:
-    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
+    """Returns the length at which attention costs as much as the rest; a guess if the model's shape is unknown."""
     return ATTENTION_EQUALS_REST_TOKENS if shape is None else shape.attention_equals_rest_tokens

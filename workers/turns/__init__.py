@@ -1,1 +1,1 @@
-"""Holds the processes that run rollout functions, and what keeps them up."""
+"""Worker processes that run rollout functions, and their supervision."""

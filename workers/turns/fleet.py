@@ -1,7 +1,5 @@
-"""Keeps the workers that run rollout functions: deals calls out, and replaces a worker that dies or stands still.
-
-In: prompts, and what the policy sampled. Out: what each call wants next, or `TurnLost`, which says nothing about it.
-"""
+"""Supervises the workers that run rollout functions: assigns calls to workers, and replaces a worker that dies or
+hangs. Each call returns its next step, or raises `TurnLost`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,24 +17,24 @@ from dapo.types import Prompt, Sampling
 from workers.remote import RemoteError, wait
 from workers.turns.worker import TurnWorker
 
-GRACE_S = 10.0  # beyond its deadline for a function: a worker that does not answer by then is held up by one
-MAX_LOST_IN_A_ROW = 5  # workers without an answer in between: then it is no accident
-START_ATTEMPTS = 3  # of a worker in the place of one that was lost
-PAUSE_S = 1.0  # after one that failed; doubles with each
+GRACE_S = 10.0  # beyond the function's deadline; a worker that has not answered by then is blocked
+MAX_LOST_IN_A_ROW = 5  # losses per worker, without an answer in between, that break the fleet
+START_ATTEMPTS = 3  # of a replacement
+PAUSE_S = 1.0  # after a failed attempt; doubles
 KEY = "rollout.function.timeout_s"
 
 
 class TurnLost(RuntimeError):
-    """Says that a call of a function ended without a result: the machinery, or the function, failed."""
+    """A call of a function ended without a result: the infrastructure or the function failed."""
 
 
 class WorkerGone(TurnLost):
-    """Says that its worker was lost with it: another call there may be why, such as one that held its event loop."""
+    """The worker of a call was lost. Another call there may be the cause, such as one that blocked the event loop."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Place:
-    """Holds a worker. load: calls that are with it. ready: set where it has started."""
+    """The slot of a worker. load: its calls. ready: set when it has started."""
 
     index: int
     handle: Any
@@ -45,22 +43,22 @@ class _Place:
 
 
 class Call:
-    """Holds one call of the function, for one response; it stays with its worker."""
+    """One call of the function, for one response; it stays on its worker."""
 
     def __init__(self, fleet: "TurnFleet", place: _Place, name: str) -> None:
         self._fleet, self._place, self._handle, self._name = fleet, place, place.handle, name
         place.load += 1
 
     async def begin(self, prompt: Prompt, sampling: Sampling) -> Step:
-        """Returns what it wants first. Raises TurnLost."""
+        """Starts the call; returns its first step. Raises TurnLost."""
         return await self._answer(self._handle.begin.remote(self._name, prompt, sampling))
 
     async def resume(self, generated: Generated) -> Step:
-        """Hands over what it asked for; returns what it wants next. Raises TurnLost."""
+        """Passes in the requested tokens; returns the next step. Raises TurnLost."""
         return await self._answer(self._handle.resume.remote(self._name, generated))
 
     def close(self, *, ended: bool) -> None:
-        """Gives its place back. ended: its worker knows that."""
+        """Releases the call. ended: its worker knows that it has ended."""
         self._place.load -= 1
         if not ended:
             self._handle.drop.remote(self._name)
@@ -73,7 +71,7 @@ class Call:
 
 
 class TurnFleet:
-    """Holds the workers. respawned: those that were replaced."""
+    """All workers. respawned: number of replacements."""
 
     def __init__(
         self,
@@ -84,8 +82,8 @@ class TurnFleet:
         template_kwargs: dict[str, Any] | None = None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Makes the workers' actors. options: Ray's, of each. limits: of programs of the model, if there are any.
-        template_kwargs: `data.chat_template_kwargs`."""
+        """options: Ray options of each worker. limits: for programs of the model, if any. template_kwargs:
+        `data.chat_template_kwargs`."""
         self.respawned = 0
         self._options, self._spec, self._warn = options, spec, warn
         self._limits, self._template_kwargs = limits or LimitsConfig(), template_kwargs or {}
@@ -98,8 +96,8 @@ class TurnFleet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, model_path: str, trust_remote_code: bool, timeout_s: float) -> str:
-        """Waits until all workers have loaded function and tokenizer. Returns how programs of the model are confined,
-        empty where the function runs none. Raises RemoteError where one cannot."""
+        """Waits until all workers have loaded function and tokenizer. Returns how programs of the model are sandboxed,
+        empty if the function runs none. Raises RemoteError if a worker fails."""
         self._model, self._start_timeout_s = (model_path, trust_remote_code), timeout_s
         self._places = [
             _Place(index=index, handle=self._make(), ready=asyncio.Event()) for index in range(self._spec.num_workers)
@@ -108,7 +106,7 @@ class TurnFleet:
         return confined[0]
 
     async def call(self, name: str) -> Call:
-        """Returns a call on the worker with the fewest. Raises RemoteError where the workers end again and again."""
+        """Returns a call on the least loaded worker. Raises RemoteError if workers end repeatedly."""
         if self._broken is not None:
             raise self._broken
         place = min(self._places, key=lambda place: (not place.ready.is_set(), place.load))
@@ -118,7 +116,7 @@ class TurnFleet:
         return Call(self, place, name)
 
     async def answer(self, place: _Place, handle: Any, ref: Awaitable[Step]) -> Step:
-        """Returns the next step of a call. Raises TurnLost where it failed, WorkerGone where its worker was lost."""
+        """Returns the next step of a call. Raises TurnLost if it failed, WorkerGone if its worker was lost."""
         try:
             [step] = await wait([ref], self._spec.timeout_s + GRACE_S, self._member(place, "to call it"), KEY)
         except RemoteError as error:
@@ -131,7 +129,6 @@ class TurnFleet:
         return found
 
     def stop(self) -> None:
-        """Ends all workers."""
         for task in self._tasks:
             task.cancel()
         for place in self._places:
@@ -159,7 +156,6 @@ class TurnFleet:
         return str(confined)
 
     def _lose(self, place: _Place, handle: Any, why: str) -> None:
-        """Puts another worker in the place of one that is lost, once for all its calls."""
         if place.handle is not handle:
             return
         self.respawned += 1

@@ -1,4 +1,4 @@
-"""Keeps one response of several turns on the driver, token by token, up to its end."""
+"""Accumulates one response of several turns on the driver."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from dapo.types import Int32Array, Response, VersionSpan
 
 @dataclass(kw_only=True, slots=True)
 class Held:
-    """Holds a response as far as it is. cut: it has reached its cap."""
+    """A response so far. cut: it has reached its length limit."""
 
     token_ids: list[Int32Array] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -28,7 +28,6 @@ class Held:
             self._append(np.array(token_ids, np.int32), np.full(count, np.nan, np.float32), sampled=False)
 
     def take(self, part: Response) -> None:
-        """Appends a turn."""
         for span in part.policy_versions:
             moved = replace(span, start=span.start + self.length, end=span.end + self.length)
             if self.spans and (self.spans[-1].version, self.spans[-1].end) == (moved.version, moved.start):
@@ -44,11 +43,9 @@ class Held:
         self.length += len(token_ids)
 
     def all_ids(self, prompt: Int32Array) -> Int32Array:
-        """Returns the prompt and what follows it."""
         return np.concatenate([prompt, *self.token_ids]) if self.token_ids else prompt
 
     def response(self, finish_reason: str, text: str = "") -> Response:
-        """Returns the response as it is."""
         mask = np.concatenate([np.zeros(0, np.bool_), *self.mask])
         return Response(
             token_ids=np.concatenate([np.zeros(0, np.int32), *self.token_ids]),

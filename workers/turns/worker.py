@@ -1,4 +1,4 @@
-"""Runs rollout functions as a Ray actor: many calls on one event loop, each from one turn to the next."""
+"""A Ray actor that runs many rollout function calls on one event loop."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from dapo.types import Prompt, Sampling
 
 
 class TurnWorker:
-    """Holds the calls that have not ended, by name; `start` comes first."""
+    """Keeps its unfinished calls by name; `start` must be called first."""
 
     async def start(
         self,
@@ -23,9 +23,9 @@ class TurnWorker:
         limits: LimitsConfig,
         template_kwargs: dict[str, Any],
     ) -> tuple[str, str]:
-        """Loads function and tokenizer, and starts the sandbox where the function runs programs of the model. Returns
-        how these are confined, and the digest of the function's file. Raises ValueError as `dapo.turns.loading.load`
-        does, and where they cannot be."""
+        """Loads function and tokenizer, and starts the sandbox if the function runs programs of the model. Returns how
+        these are sandboxed, and the digest of the function's file. Raises ValueError as `dapo.turns.loading.load` does,
+        and if the sandbox cannot be set up."""
         from transformers import AutoTokenizer
 
         self._spec, self._function, self._template_kwargs = spec, load(spec), template_kwargs
@@ -39,22 +39,19 @@ class TurnWorker:
         return programs.way.describe(), digest
 
     async def begin(self, name: str, prompt: Prompt, sampling: Sampling) -> Step:
-        """Calls the function; returns what it wants first."""
         kwargs, given = self._spec.kwargs, self._template_kwargs
         session = Session(self._function, kwargs, prompt, sampling, self._tokenizer, given)
         self._sessions[name] = session
         return self._kept(name, await session.step(self._spec.timeout_s))
 
     async def resume(self, name: str, generated: Generated) -> Step:
-        """Hands over what a call asked for; returns what it wants next."""
         return self._kept(name, await self._sessions[name].resume(generated, self._spec.timeout_s))
 
     async def go_on(self, name: str) -> Step:
-        """Returns what a call that was queued wants next."""
+        """Returns the next step of a call that returned `Queued`."""
         return self._kept(name, await self._sessions[name].step(self._spec.timeout_s))
 
     async def drop(self, name: str) -> None:
-        """Ends a call that is not wanted any more."""
         if (session := self._sessions.pop(name, None)) is not None:
             session.close()
 

@@ -1,1 +1,1 @@
-"""Moves parameters from actor ranks to engines: buckets, transports, both ends."""
+"""Transfer of parameters from actor ranks to engines: buckets, transports, sender and receiver."""

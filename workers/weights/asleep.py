@@ -1,7 +1,5 @@
-"""Frees what an engine on a CPU can free while it sleeps: vLLM's own sleep mode knows GPUs alone.
-
-In: tensors. Out: their memory belongs to the machine again until somebody writes to them; until then they are zeros.
-"""
+"""Frees memory of a sleeping engine on a CPU, because vLLM's own sleep mode supports only GPUs. Freed memory returns to
+the machine until it is written again; until then it reads as zeros."""
 
 import ctypes
 import mmap
@@ -11,14 +9,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-DONT_NEED = 4  # of madvise(2): private memory is given back, and reads as zeros from then on
+DONT_NEED = 4  # MADV_DONTNEED of madvise(2): frees private memory, which then reads as zeros
 
 
 def free(tensors: Iterable[Tensor]) -> int:
-    """Gives back the whole pages of these tensors, of what several share once. Returns bytes.
-
-    Packed tensors keep their memory, which is oneDNN's. Raises OSError where the kernel refuses.
-    """
+    """Frees the whole pages of these tensors, shared storages once; returns bytes. Packed tensors are skipped: oneDNN
+    owns their memory. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     freed = 0

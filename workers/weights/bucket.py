@@ -1,8 +1,7 @@
-"""Cuts a model's weights into buckets, the one plan that both ends of the weight sync follow, and computes their
-digest.
+"""Splits a model's weights into buckets by one plan that both ends of the weight sync follow, and computes digests.
 
-In: the (Hugging Face name, shape) of every parameter, tied ones once. Out: buckets of at most
-`weight_sync.bucket_bytes`, known before the first sync; a larger tensor travels alone.
+The plan is made from (Hugging Face name, shape) of every parameter, tied ones once, before the first sync. Buckets have
+at most `weight_sync.bucket_bytes`; a larger tensor has its own.
 """
 
 import math
@@ -13,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKEND = "dapo_buckets"  # the name under which the receiver registers with vLLM
+BACKEND = "dapo_buckets"  # name of the receiver's backend in vLLM
 WORD_BYTES = 8  # the digest reads whole words
-_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 21}  # what a core's cache holds, and a GPU's: two of 16 MiB
+_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 21}  # two buffers fit the cache of a core, or (16 MiB each) of a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Says where a tensor lies in its bucket: elements from `start` on, row by row. Its shape is the Hugging Face
-    model's."""
+    """Position of a tensor in its bucket: row-major elements from `start` on. `shape` is the Hugging Face model's."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,46 +27,36 @@ class TensorPlace:
 
     @property
     def stop(self) -> int:
-        """Returns the element after the last one."""
         return self.start + math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Describes a bucket's content. tensors: in the order in which the actors gather them. num_bytes: with zeros up to
-    a word."""
+    """Content of a bucket."""
 
-    tensors: tuple[TensorPlace, ...]
-    num_bytes: int
+    tensors: tuple[TensorPlace, ...]  # in the order in which the actors gather them
+    num_bytes: int  # zero-padded to a whole word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Holds one transfer. Made by actor rank 0 (`workers.weights.sender`), consumed by all of the engines' processes.
+    """One transfer. Made by actor rank 0 (`workers.weights.sender`), consumed by all of the engines' processes."""
 
-    index: its number in the plan. dtype: of all its tensors, torch's name. digest: of its bytes, by `digest`. failure:
-    why it could not be sent, though it was gathered: ranks that gather together must not part.
-    """
-
-    index: int
+    index: int  # in the plan
     plan: BucketPlan
-    dtype: str
-    digest: str
-    failure: str = ""
+    dtype: str  # of all its tensors, torch's name
+    digest: str  # of its bytes, by `digest`
+    failure: str = ""  # why sending failed; gathering continued, so that all ranks stay in step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Says where an actor rank hands buckets over. Made by `transport`, consumed by `workers.weight_sync`.
+    """Where an actor rank hands over buckets. Made by `transport`, consumed by `workers.weight_sync`."""
 
-    capacity: bytes of the largest bucket. address, port: of the store where the process group meets, for `broadcast`.
-    place, handles: the memory that the rank shares and where, for `ipc` (`workers.weights.memory`).
-    """
-
-    capacity: int
-    address: str = ""
+    capacity: int  # bytes of the largest bucket
+    address: str = ""  # `broadcast`: address and port of the store where the process group meets
     port: int = 0
-    place: str = ""
+    place: str = ""  # `ipc`: where the shared memory is (`workers.weights.memory`)
     handles: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -97,23 +85,24 @@ def _finished(places: list[TensorPlace], num_elements: int, itemsize: int) -> Bu
 
 
 def _signed(value: int) -> int:
-    """Returns the int64 with these 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
-# Odd, so that multiplying by them modulo 2^64 loses nothing; the constants of Steele, Lea and Flood's SplitMix64.
+# Constants of SplitMix64 (Steele, Lea and Flood). They are odd: multiplication by them modulo 2^64 is invertible.
 _STEP = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 @torch.no_grad()
 def digest(data: Tensor) -> str:
-    """Returns 16 hexadecimal digits, alike on every device: the sum modulo 2^64 of a hash of each word and its place.
+    """Returns 16 hexadecimal digits, equal on every device: the sum modulo 2^64 of a hash of each word and its
+    position.
 
     data: [N] uint8, contiguous, N a multiple of 8; on a GPU it is read there, without a copy to the host. The digest
-    finds errors of programs and hardware, not forgeries: changing one word always changes it, other changes (swapped
-    words or tensors, shifts) but for a chance of about 2^-64.
+    detects errors of programs and hardware, not forgeries: changing one word always changes it; other changes (swapped
+    words or tensors, shifts) are missed with a chance of about 2^-64.
     """
     words = data.view(torch.int64)
     chunk = min(_WORDS_PER_CHUNK[data.device.type], max(1, len(words)))
@@ -124,7 +113,7 @@ def digest(data: Tensor) -> str:
         part = words[start : start + chunk]
         mixed = torch.add(part, keys[: len(part)], out=scratch[: len(part)])
         mixed.add_(_signed(start * _STEP))
-        halves = mixed.view(torch.int32).view(-1, 2)  # the lower half first: all our machines are little-endian
+        halves = mixed.view(torch.int32).view(-1, 2)  # lower half first: all our machines are little-endian
         for factor in (_FIRST, _SECOND):
             mixed.mul_(factor)
             halves[:, 0] ^= halves[:, 1]

@@ -1,7 +1,7 @@
-"""Forms the process group of the weight sync: actor rank 0 and every worker process of every engine.
+"""The process group of the weight sync: actor rank 0 and every worker process of every engine; broadcasts from rank 0.
 
-In: a store that rank 0 serves, and a place in the group. Out: broadcasts from rank 0, NCCL on GPU, gloo on CPU. It
-stands next to the process groups that FSDP and vLLM make for themselves; the engines' half uses it as well.
+It uses NCCL on GPU and gloo on CPU, and is separate from the process groups of FSDP and vLLM. Actors and engines both
+use this module; they meet at a store that rank 0 serves.
 """
 
 import os
@@ -19,17 +19,15 @@ from torch import Tensor
 
 SENDER = 0
 GIVEN_UP = "given up"  # a key of the store
-POLL_S, ASK_S = 0.001, 0.2  # between two looks at the GPU, and at the store
+POLL_S, ASK_S = 0.001, 0.2  # poll intervals of the GPU, and of the store
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_environment = threading.Lock()  # members may meet in threads
+_environment = threading.Lock()  # members may connect in threads
 
 
 class WeightGroup:
-    """Returns from its constructor when all `size` processes are there; `timeout_s` bounds that and every broadcast.
-
-    Whoever fails gives the group up for all: NCCL tells nobody that a member is gone, and the others would wait in
-    their kernels. A group that was given up raises RuntimeError whatever it is asked for; another one takes its place.
-    """
+    """Its constructor returns when all `size` processes have connected; `timeout_s` bounds that and every broadcast. A
+    member that fails aborts the group for all: NCCL does not report a lost member, and the others would wait in their
+    kernels. Using an aborted group raises RuntimeError; it must be replaced by a new one."""
 
     def __init__(self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
@@ -47,19 +45,19 @@ class WeightGroup:
     ) -> "dist.ProcessGroupNCCL":  # a torch without CUDA has none
         self._store.set(f"here/{rank}", "1")
         everyone = [f"here/{each}" for each in range(size)]
-        self._until(lambda: self._store.check(everyone), f"for all {size} members")  # NCCL would wait for ever
+        self._until(lambda: self._store.check(everyone), f"for all {size} members")  # NCCL would wait forever
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        own = self._store.clone()  # type: ignore[attr-defined]  # one that waits for a key lets nobody else ask
+        own = self._store.clone()  # type: ignore[attr-defined]  # a client that waits for a key blocks its other users
         with _errors_raise():
             group = dist.ProcessGroupNCCL(own, rank, size, options)
         group._set_sequence_number_for_group()
-        self._connect(group, device)  # else the first bucket pays for it
+        self._connect(group, device)  # otherwise the first bucket pays for it
         return group
 
     def _connect(self, group: "dist.ProcessGroupNCCL", device: torch.device) -> None:
         """Connects the members in a thread. NCCL has no deadline there, and can be aborted only once it has connected:
-        the thread stays in it where the group is given up, and aborts what comes of it too late."""
+        if the group is aborted, the thread stays in the call and aborts a connection that comes too late."""
         connected: Future[None] = Future()
 
         def connect() -> None:
@@ -69,7 +67,7 @@ class WeightGroup:
             except RuntimeError as error:
                 failure = error
             if not connected.set_running_or_notify_cancel():
-                group.abort()  # its destructor would end the process where it cannot
+                group.abort()  # not left to the destructor, which ends the process if it fails
             elif failure is None:
                 connected.set_result(None)
             else:
@@ -92,24 +90,21 @@ class WeightGroup:
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a broadcast, until it has come to its end.
-
-        Raises:
-            RuntimeError: the other end is gone or kept silent for `timeout_s`, or somebody gave the group up.
-        """
+        """Waits until a broadcast has ended. Raises RuntimeError if the other end is lost or does not answer for
+        `timeout_s`, or a member aborted the group."""
         try:
             if self._nccl:
                 self._until(work.is_completed, "for the others in a broadcast")
             work.wait(self._timeout)
-            if self._closed:  # an aborted broadcast has ended as well
+            if self._closed:  # an aborted broadcast also counts as completed
                 raise RuntimeError("the weight sync was given up meanwhile")
         except RuntimeError:
             self.close()
-            self._group = None  # ends gloo's connections: who waits for this process raises too
+            self._group = None  # closes gloo's connections: members that wait for this process raise too
             raise
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
-        """Waits on the host. Raises RuntimeError where it is not done in time, or will not be."""
+        """Polls until `done`. Raises RuntimeError on a timeout, or if the group was aborted."""
         deadline, asked = time.monotonic() + self._timeout.total_seconds(), 0.0
         while not done():
             if (now := time.monotonic()) > deadline:
@@ -121,8 +116,7 @@ class WeightGroup:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Gives the group up, from any thread. With NCCL no process waits in it any more; with gloo each raises by
-        itself."""
+        """Aborts the group, from any thread. With NCCL all waiting processes return; with gloo each raises itself."""
         group, before, self._closed = self._group, self._closed, True
         give_up(self._store)
         if self._nccl and not before:
@@ -130,17 +124,15 @@ class WeightGroup:
 
 
 def give_up(store: dist.Store) -> None:
-    """Tells all members of the group that meets at `store`, now or later, that it is given up."""
-    with suppress(RuntimeError):  # the process that serves the store may be the one that is gone
+    """Aborts the group that meets at `store`, for all members that are there or come later."""
+    with suppress(RuntimeError):  # the process that serves the store may be the lost one
         store.set(GIVEN_UP, "1")
 
 
 @contextmanager
 def _errors_raise() -> Iterator[None]:
-    """Has NCCL groups that are made in the block leave errors to whoever waits.
-
-    Else torch has a thread look for them, which ends the process, and with it FSDP's group or the engine.
-    """
+    """Makes NCCL groups created in the block report errors to the waiting caller. Otherwise a torch thread watches for
+    errors and ends the process, and with it FSDP's group or the engine."""
     with _environment:
         before = os.environ.get(BLOCKING_WAIT)
         os.environ[BLOCKING_WAIT] = "1"

@@ -1,8 +1,8 @@
-"""Shares memory that an actor rank writes and the engine next to it reads: CUDA IPC on a GPU that both roles share,
-shared memory of the machine without one.
+"""Shares memory that an actor rank writes and an engine reads: CUDA IPC on a GPU that both use, otherwise shared memory
+of the machine.
 
-In: a size. Out: a buffer and a handle of plain values for another process; there, the same memory once more. The
-writer's buffer must outlive the readers; nothing here tells when it may be overwritten.
+A buffer has a handle of plain values, by which another process opens the same memory. The writer's buffer must outlive
+the readers. Nothing here reports when it may be overwritten.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Handle = dict[str, Any]
-# What torch gives for a CUDA tensor to be opened elsewhere, by position; the rest is the same for every buffer.
+# Positions in torch's description of a shared CUDA tensor; the rest is the same for every buffer.
 _CUDA_FIELDS = {
     "memory": 7,
     "memory_bytes": 8,
@@ -27,9 +27,8 @@ _CUDA_FIELDS = {
 
 
 def place(device: torch.device) -> str:
-    """Returns the name of what must be the same on both ends: the GPU, or the machine (and container, which hides
-    processes).
-    """
+    """Returns what must be equal on both ends: the GPU, or the machine with its pid namespace (containers hide
+    processes)."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -41,7 +40,7 @@ def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
     if device.type == "cuda":
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return buffer, _cuda_handle(buffer)
-    file = os.memfd_create("dapo-weights")  # has no name that a killed process could leave behind
+    file = os.memfd_create("dapo-weights")  # a killed process leaves no file behind
     os.ftruncate(file, num_bytes)
     handle = {"num_bytes": num_bytes, "path": f"/proc/{os.getpid()}/fd/{file}"}
     buffer = open_shared(handle, device)
@@ -50,11 +49,8 @@ def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
 
 
 def share_again(buffer: Tensor, handle: Handle) -> Handle:
-    """Returns another handle of a buffer that `share` gave with `handle`, for another process or another time.
-
-    A new buffer would be wrong: torch keeps one on a GPU for ever where a handle was never opened, or by a process that
-    was killed.
-    """
+    """Returns another handle of a buffer of `share`, for another process or another time. Do not make a new buffer:
+    torch never frees one on a GPU whose handle was not opened, or was opened by a process that was killed."""
     return _cuda_handle(buffer) if buffer.device.type == "cuda" else handle
 
 
@@ -66,7 +62,7 @@ def _cuda_handle(buffer: Tensor) -> Handle:
 
 
 def open_shared(handle: Handle, device: torch.device) -> Tensor:
-    """Returns the buffer behind a handle that another process on the same `place` made."""
+    """Returns the buffer of a handle that another process on the same `place` made."""
     num_bytes = handle["num_bytes"]
     if device.type != "cuda":
         return torch.from_file(handle["path"], shared=True, size=num_bytes, dtype=torch.uint8)
@@ -79,7 +75,7 @@ def open_shared(handle: Handle, device: torch.device) -> Tensor:
         0,
         torch.storage.TypedStorage,
         torch.uint8,
-        device.index or 0,  # the reader's own number of the GPU
+        device.index or 0,  # the GPU's index in the reader
         bytes.fromhex(handle["memory"]),
         handle["memory_bytes"],
         handle["offset_bytes"],

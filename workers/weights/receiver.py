@@ -1,7 +1,7 @@
-"""Receives weights in the engine, inside vLLM's worker processes: the engine's half of the weight sync.
+"""Receives weights inside vLLM's worker processes: the engine's half of the weight sync.
 
-vLLM imports this module as `worker_extension_cls`, which registers the transfer backend there. In: buckets, by one of
-two transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
+vLLM imports this module as `worker_extension_cls`, which registers the transfer backend. After an update the engine's
+model has exactly the weights of the actors' buckets, or the update has failed.
 """
 
 import logging
@@ -35,50 +35,46 @@ from workers.weights.memory import Handle, open_shared, place
 
 @dataclass
 class BucketInitInfo(WeightTransferInitInfo):
-    """Holds the actors' ends. transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the
-    process group, and the rank of this engine's first worker in it. memory: the handles of each place.
-    """
+    """The actors' endpoints."""
 
-    transport: str
-    capacity: int
+    transport: str  # `broadcast` or `ipc`
+    capacity: int  # this and the next two: see `Endpoint`
     address: str
     port: int
-    group_size: int
-    first_rank: int
+    group_size: int  # of the process group
+    first_rank: int  # of this engine's first worker in the group
     timeout_s: float
-    memory: dict[str, list[Handle]]
+    memory: dict[str, list[Handle]]  # handles by place
 
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """Describes one bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its
-    bytes."""
+    """One bucket."""
 
     index: int
-    tensors: list[tuple[str, list[int], int]]
+    tensors: list[tuple[str, list[int], int]]  # (name, shape, first element)
     num_bytes: int
     dtype: str
-    digest: str
+    digest: str  # of its bytes, computed by the sender
 
 
 class Source(Protocol):
-    """Receives at the engine's end of a transport."""
+    """The engine's end of a transport."""
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         """Returns [num_bytes] uint8, valid until the next call."""
 
-    def close(self) -> None:
-        """Lets go of the other end."""
+    def close(self) -> None: ...
 
 
 class GroupSource:
-    """Broadcasts of actor rank 0."""
+    """Receives broadcasts of actor rank 0."""
 
     def __init__(self, info: BucketInitInfo, rank: int, device: torch.device) -> None:
         self._buffer = torch.empty(info.capacity, dtype=torch.uint8, device=device)
         store = find_store(info.address, info.port, info.timeout_s)
         rank += info.first_rank
-        # NCCL hangs where members differ in settings, and vLLM makes its own for its own groups.
+        # NCCL hangs if members have different settings, and vLLM changes them for its own groups.
         with unpinned_nccl_env():
             self._group = WeightGroup(store, rank=rank, size=info.group_size, device=device, timeout_s=info.timeout_s)
 
@@ -106,15 +102,13 @@ class MemorySource:
         return self._slots[bucket.index % len(self._slots)][: bucket.num_bytes]
 
     def close(self) -> None:
-        """Does nothing: the memory goes with the last reference."""
+        """Does nothing: the memory is freed with the last reference."""
 
 
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
-    """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set.
-
-    It raises nothing that vLLM would carry: of several processes of an engine vLLM reads the answers up to the first
-    error, and takes those that it left for answers to its next questions. failure: what went wrong, since `init`.
-    """
+    """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set. It raises
+    no error to vLLM but records the first one since `init` in `failure`: with several processes per engine, vLLM reads
+    their answers up to the first error and takes the unread ones for answers to its next calls."""
 
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
@@ -130,7 +124,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
-        """Opens this end of the transport, in place of an earlier one; the actors open theirs at the same time."""
+        """Opens this end of the transport, replacing an earlier one; the actors open theirs at the same time."""
         self.shutdown()
         self._device = next(self.model.parameters()).device
         with self._noting():
@@ -140,7 +134,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                 self._source = MemorySource(init_info, self._device)
 
     def start_weight_update(self) -> None:
-        """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
+        """Restores the parameters to their checkpoint layout and records which ones must arrive."""
         self._under_way = True
         with self._noting():
             if self._device.type == "cpu":
@@ -148,18 +142,18 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             initialize_layerwise_reload(self.model)
             self._next = 0
             self._missing = {name for name, _ in self.model.named_parameters()}
-            config = self.model_config  # of files with a copy of the head vLLM says untied, and ties it after loading
+            config = self.model_config  # if the files have a copy of the head, vLLM reports untied but ties later
             if config.hf_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint:
-                self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
+                self._missing.discard("lm_head.weight")  # the embedding; see finish_weight_update
 
     def _forget_packing(self) -> None:
-        """Has vLLM pack experts for a CPU's kernels once more: it packs them only with their first kernel."""
+        """Makes vLLM pack experts for CPU kernels again: it does so only when it creates their first kernel."""
         for module in self.model.modules():
             if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
                 method.moe_kernel = None
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        """Takes the next bucket, checks its digest and loads it. A failure is that it is not the next one, or that its
+        """Receives the next bucket, checks its digest and loads it. It fails if the bucket is not the next one, or its
         bytes differ from those that the actors sent."""
         with self._noting():
             self._receive(update_info)
@@ -178,7 +172,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             torch.cuda.current_stream(self._device).synchronize()  # the actors may overwrite the bucket from here on
 
     def _tensors(self, data: Tensor, bucket: BucketUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        """Yields copies: the loader keeps a layer's tensors until it has all of them, which may be a bucket later."""
+        """Yields copies: the loader keeps tensors until their layer is complete, maybe a bucket later."""
         dtype = getattr(torch, bucket.dtype)
         elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
         for name, shape, start in bucket.tensors:
@@ -186,33 +180,33 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             yield name, view.to(self._device, copy=True)
 
     def finish_weight_update(self) -> None:
-        """Puts the kernel layout back. A failure is that some parameter of the engine got no new value."""
+        """Restores the kernel layout. Fails if a parameter of the engine got no new value."""
         with self._noting():
             if self._missing:
                 raise RuntimeError(
                     f"the weight sync left {len(self._missing)} parameters stale: {sorted(self._missing)[:5]}"
                 )
             self.drop_weight_update()
-            # A tied LM head keeps its own packed copy of the embedding on CPU; the layerwise reload does not renew it.
+            # On CPU a tied LM head has its own packed copy of the embedding; the layerwise reload does not update it.
             for module in self.model.modules():
                 if isinstance(module, VocabParallelEmbedding):
                     module.quant_method.process_weights_after_loading(module)
 
     def drop_weight_update(self) -> None:
-        """Puts the kernel layout back, whatever has arrived: what a failure left out, the next update brings."""
+        """Restores the kernel layout, also of an incomplete update: the next one brings what is missing."""
         if self._under_way:
             finalize_layerwise_reload(self.model, self.model_config)
         self._under_way = False
 
     def shutdown(self) -> None:
-        """Lets go of buffers, memory of others, the process group, and of what went wrong with them."""
+        """Releases buffers, shared memory and process group, and clears the recorded failure."""
         source, self._source, self.failure = self._source, None, ""
         if source is not None:
             source.close()
 
 
 class WeightReceiverExtension:
-    """Adds to vLLM's worker class, which it is mixed into; its name makes vLLM import this module there."""
+    """Mixed into vLLM's worker class; its name makes vLLM import this module there."""
 
     weight_transfer_engine: BucketTransferEngine | None
     vllm_config: VllmConfig
@@ -220,12 +214,12 @@ class WeightReceiverExtension:
     _weight_update_active: bool
 
     def weight_failure(self) -> str:
-        """Returns what went wrong with the weight sync in this process since it was opened, or ""."""
+        """Returns the first failure of the weight sync in this process since it was opened, or ""."""
         assert self.weight_transfer_engine is not None
         return self.weight_transfer_engine.failure
 
     def leave_weight_sync(self) -> None:
-        """Ends an update that failed midway, which vLLM would take for one under way, and lets go of the transport: the
+        """Ends an update that failed midway, which vLLM would consider still running, and closes the transport: the
         other end may hang in it until then."""
         assert self.weight_transfer_engine is not None
         with set_current_vllm_config(self.vllm_config):
@@ -234,16 +228,16 @@ class WeightReceiverExtension:
         self._weight_update_active = False
 
     def free_host_memory(self, *, weights: bool) -> int:
-        """Frees, on a CPU, what sleeping frees on a GPU: the KV cache, and with `weights` these too. Returns bytes."""
+        """Frees on a CPU what sleeping frees on a GPU: the KV cache and, with `weights`, the weights. Returns bytes."""
         if self.model_runner.device.type != "cpu":
             return 0
         return free([*self.model_runner.kv_caches, *(self.model_runner.model.parameters() if weights else ())])
 
 
-logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # it warns that it does not sleep
-# It warns, in every sync, of layers that no file has weights for: rotary tables, a tied head. `_missing` knows better.
+logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # silence its warning that it cannot sleep
+# Drop its warnings in every sync about layers without stored weights (rotary tables, a tied head); see `_missing`.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.msg != "%s: Failed to load weights"
 )
-die_with(os.getppid())  # an engine process whose Ray actor was killed must not stay behind and hold the device
+die_with(os.getppid())  # an engine process must not outlive its Ray actor and hold the device
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

@@ -1,7 +1,7 @@
-"""Sends weights from the actors: gathers bucket after bucket and hands it to a transport.
+"""Sends weights from the actors: gathers bucket after bucket and hands each to a transport.
 
-In: an iterator of full (name, tensor) pairs, advanced in lockstep by all actor ranks. Out: `Bucket`s in `model.dtype`,
-each with a digest. Between two buckets nothing but the iterator and the transport's slots is held.
+All actor ranks advance an iterator of full (name, tensor) pairs in lockstep. Between two buckets only the iterator and
+the transport's slots hold memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class WeightSender:
-    """Runs one rank's half, for one kind of transport. Every rank calls `open` whenever other engines take part, and
-    then `gather` for each bucket, in order."""
+    """One rank's half of the weight sync, for one kind of transport. Every rank calls `open` whenever the set of
+    engines changes, then `gather` for each bucket in order."""
 
     def __init__(
         self,
@@ -31,9 +31,7 @@ class WeightSender:
         rank: int,
         device: torch.device,
     ) -> None:
-        """Plans the buckets. parameters: starts a new pass, in the order of `shapes`. dtype: in which tensors travel,
-        torch's name.
-        """
+        """parameters: starts a new pass, in the order of `shapes`. dtype: of the sent tensors, torch's name."""
         self._parameters = parameters
         self._dtype_name, self._dtype = dtype, getattr(torch, dtype)
         self._rank, self._device = rank, device
@@ -41,48 +39,44 @@ class WeightSender:
         self._next = 0
         self._iterator: Iterator[tuple[str, Tensor]] = iter(())
         self._transport: Transport | None = None
-        self._failure = ""  # of the transport, in this sync
+        self._failure = ""  # of the transport in this sync
 
     @property
     def num_buckets(self) -> int:
-        """Returns how many buckets one sync takes."""
         return len(self._plans)
 
     def open(self, transport: str, address: str, timeout_s: float) -> Endpoint | None:
-        """Makes this rank's end for the engines, in place of an earlier one; None where they need none. address: this
-        node's."""
+        """Creates this rank's end for the engines, replacing an earlier one; returns None if they need none. address:
+        of this node."""
         capacity = max(plan.num_bytes for plan in self._plans)
-        self._iterator = iter(())  # a pass that did not come to its end may hold a parameter
+        self._iterator = iter(())  # an unfinished pass may hold a parameter
         if transport == "ipc" and isinstance(self._transport, MemoryTransport):
             self._transport.renew()
         else:
             self.close()
-            self._transport = None  # two ends have twice the memory
+            self._transport = None  # free the old one first: two need twice the memory
             self._transport = make_transport(
                 transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
             )
         return None if self._transport is None else self._transport.endpoint()
 
     def join(self, num_receivers: int) -> None:
-        """Meets the engines' `num_receivers` processes, which open their ends at the same time. A failure is told with
-        the first bucket."""
+        """Connects to the engines' `num_receivers` processes, which open their ends at the same time. A failure is
+        reported with the first bucket."""
         self._failure = ""
         if self._transport is not None:
             self._try(lambda transport: transport.join(num_receivers))
 
     def close(self) -> None:
-        """Lets go of the engines, from any thread, whatever this rank does meanwhile; `open` comes next."""
+        """Drops the connection to the engines, from any thread, also while this rank is busy. Next is `open`."""
         if (transport := self._transport) is not None:
             transport.close()
 
     @torch.no_grad()
     def gather(self, index: int) -> Bucket | None:
-        """Returns bucket `index`, on its way; None on all ranks but 0. A collective, which goes on to its end also when
-        the transport fails.
-
-        Raises:
-            RuntimeError: another bucket is due, or the parameters are not those of the plan.
-        """
+        """Returns bucket `index`, whose transfer has started; None on all ranks but 0. A collective, which completes
+        also if the transport fails. Raises RuntimeError if another bucket is due or the parameters do not match the
+        plan."""
         if index == 0:
             self._iterator, self._next = self._parameters(), 0
         if index != self._next:
@@ -99,13 +93,13 @@ class WeightSender:
             found = digest(bucket) if self._rank == SENDER else ""
             self._try(lambda transport: transport.send(index, bucket))
         if self._next == len(self._plans):
-            self._iterator = iter(())  # it would hold the last parameter until the next sync
+            self._iterator = iter(())  # otherwise it holds the last parameter until the next sync
         if self._rank != SENDER:
             return None
         return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, failure=self._failure)
 
     def _try(self, action: Callable[[Transport], T]) -> T | None:
-        """Returns what the transport does; None where the rank has none, or it fails, now or before in this sync."""
+        """Returns the result of `action`; None without a transport, or if it failed now or before in this sync."""
         if self._transport is None or self._failure:
             return None
         try:

@@ -1,8 +1,5 @@
-"""Carries a bucket from an actor rank to the engines in one of three ways: the sender's end of each.
-
-In: a size. Out: slots, memory in which buckets are put together in turn, and what the engines must know to read them.
-At most two buckets exist at a time: one that the engines load, and the next.
-"""
+"""Carries buckets from an actor rank to the engines: the sender's end of each transport. A transport has slots, memory
+in which buckets are built in turn. At most two buckets exist at a time: one that the engines load, and the next."""
 
 from typing import Protocol
 
@@ -19,22 +16,22 @@ SLOTS = 2
 
 
 class Transport(Protocol):
-    """Carries buckets from one rank's end. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
+    """One rank's end. `slot` and `send` are called alternately, for bucket 0, 1, ... of every sync."""
 
     def endpoint(self) -> Endpoint:
-        """Returns what the engines need to find this end."""
+        """Returns what the engines need to connect to this end."""
 
     def join(self, num_receivers: int) -> None:
-        """Meets the engines' processes, while they open their ends."""
+        """Connects to the engines' processes, while they open their ends."""
 
     def slot(self, index: int) -> Tensor:
-        """Returns memory for bucket `index`, [capacity] uint8; the engines are done with what it held."""
+        """Returns memory for bucket `index`, [capacity] uint8; the engines are done with its old content."""
 
     def send(self, index: int, bucket: Tensor) -> None:
-        """Hands the slot's filled part [N] over."""
+        """Hands over the slot's filled part [N]."""
 
     def close(self) -> None:
-        """Lets go of the engines, from any thread: neither they nor this process wait for each other any more."""
+        """Drops the connection, from any thread: neither the engines nor this process wait for each other any more."""
 
 
 class GroupTransport:
@@ -67,14 +64,14 @@ class GroupTransport:
         self._running[index % SLOTS] = self._group.broadcast(bucket)
 
     def close(self) -> None:
-        give_up(self._store)  # also where the engines have not come yet
+        give_up(self._store)  # also if the engines have not connected yet
         if self._group is not None:
             self._group.close()
         self._running = [None] * SLOTS  # gloo's connections live as long as its broadcasts
 
 
 class MemoryTransport:
-    """Keeps slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+    """Has slots that the engine on the same GPU (without one: on the same machine) reads in place."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device, self._capacity = device, capacity
@@ -84,7 +81,7 @@ class MemoryTransport:
         return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
 
     def renew(self) -> None:
-        """Makes other handles of the same slots, for engines that open them from now on."""
+        """Makes new handles of the same slots, for engines that open them from now on."""
         self._handles = tuple(map(share_again, self._slots, self._handles))
 
     def join(self, num_receivers: int) -> None:
@@ -95,16 +92,16 @@ class MemoryTransport:
 
     def send(self, index: int, bucket: Tensor) -> None:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the engine's stream knows nothing of this one
+            torch.cuda.current_stream(self._device).synchronize()  # the engine's stream does not wait for this one
 
     def close(self) -> None:
-        """Does nothing: each end reads and writes by itself."""
+        """Does nothing: there is no connection."""
 
 
 def make_transport(
     name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float
 ) -> Transport | None:
-    """Returns this rank's end, or None where the transport has no use for the rank. name: `broadcast` or `ipc`."""
+    """Returns this rank's end; None if the transport does not use the rank. name: `broadcast` or `ipc`."""
     if name == "ipc":
         return MemoryTransport(capacity, device)  # each engine reads from the rank on its own GPU
     return GroupTransport(capacity, device, address, timeout_s) if rank == SENDER else None

@@ -1,1 +1,1 @@
-"""Reads what a configuration is checked against: files of a model, the source of the installed vLLM."""
+"""Reads what a configuration is checked against: model files, and the installed vLLM's source."""

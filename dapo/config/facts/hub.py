@@ -1,8 +1,5 @@
-"""Asks the Hugging Face hub once whether it has a model or data set: transformers and `datasets` try for half a minute
-where no network is, and so for each file.
-
-In: a hub name. Out: what is wrong, or nothing.
-"""
+"""Checks once whether the Hugging Face hub has a model or data set. Without a network, transformers and `datasets`
+would retry for half a minute per file."""
 
 import logging
 import os
@@ -14,19 +11,22 @@ log = logging.getLogger(__name__)
 
 
 def unreachable(name: str, kind: str) -> Exception | None:
-    """Returns why a name can be read neither from the hub nor from its cache; None where it can, or nobody may ask
-    (HF_HUB_OFFLINE). Where the cache has it and the hub does not answer, this process and those that it starts do not
-    ask again. kind: "model" or "dataset"."""
+    """Returns why a name can be read neither from the hub nor from its cache; None if it can, or if HF_HUB_OFFLINE is
+    set.
+
+    If the cache has it and the hub does not answer, sets HF_HUB_OFFLINE for this process and its children. kind:
+    "model" or "dataset".
+    """
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return None
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=HUB_S)
-    except Exception as error:  # network, proxy, certificates, permissions: whatever the client raises
+    except Exception as error:  # network, proxy, certificates, permissions: many exception types
         if not cached_commit(name, kind):
             return error
-        if getattr(error, "response", None) is None:  # nobody answered
+        if getattr(error, "response", None) is None:  # no HTTP response
             log.warning("the hub cannot be reached (%s); %s is read from its cache", type(error).__name__, name)
             os.environ["HF_HUB_OFFLINE"] = "1"
             constants.HF_HUB_OFFLINE = True
@@ -34,7 +34,7 @@ def unreachable(name: str, kind: str) -> Exception | None:
 
 
 def cached_commit(name: str, kind: str) -> str:
-    """Returns the commit that the hub's cache has for the newest one; "" where it has none."""
+    """Returns the commit of `main` in the hub's cache; "" if there is none."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,8 +1,5 @@
-"""Reads what a model's safetensors files say of themselves: names and shapes of tensors, and where the files end.
-
-In: a model's directory. Out: tensors by name, or what is wrong with the files. It reads headers, and a few rows of
-embedding and head.
-"""
+"""Reads a model's safetensors headers and checks them: names and shapes of tensors, and file lengths. Of the weights it
+reads only a few rows of embedding and head."""
 
 import json
 import re
@@ -14,17 +11,17 @@ from typing import Any
 from dapo.config.facts.model_shape import cached_config, text_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LONGEST_HEADER = 100 << 20  # bytes; the format's own bound
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of weights that can be trained
-EMBEDDING, HEAD = ".embed_tokens.weight", ".lm_head.weight"  # ends of names
+LONGEST_HEADER = 100 << 20  # bytes; the format's limit
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # dtypes that can be trained
+EMBEDDING, HEAD = ".embed_tokens.weight", ".lm_head.weight"  # name suffixes
 WHOLE = "give a whole checkpoint of this model"
-COMPARED_ROWS = 64  # of an embedding and a head that should be equal
+COMPARED_ROWS = 64  # rows compared of an embedding and a head that should be equal
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def offline_snapshot(name: str) -> Path | None:
-    """Returns the folder of a hub's model in the cache, where nothing can be added to it (HF_HUB_OFFLINE); None where
-    it is not there, or what lacks can be downloaded."""
+    """Returns the cached folder of a hub model if HF_HUB_OFFLINE is set. Otherwise None, as missing files can still be
+    downloaded; also None if it is not cached."""
     from huggingface_hub import constants
 
     found = cached_config(name) if constants.HF_HUB_OFFLINE else None
@@ -32,8 +29,8 @@ def offline_snapshot(name: str) -> Path | None:
 
 
 def weights_problems(folder: Path) -> list[str]:
-    """Returns what is wrong with files of weights: one that is missing or cut off is found by the ranks minutes
-    later. Those that lie beside a model's own, such as an adapter's, are not looked at."""
+    """Returns problems of weight files, missing or truncated ones: the ranks would fail on them minutes later. Other
+    safetensors files in the folder, such as an adapter's, are not checked."""
     problems = []
     try:
         sizes = {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
@@ -53,10 +50,10 @@ def weights_problems(folder: Path) -> list[str]:
 
 
 def tensor_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Returns what the tensors of the files, by their names, shapes and types, say against a config.json: they are of
-    another model, or not all there. Where the files cannot be read, nothing: `weights_problems` tells.
+    """Returns contradictions between the files' tensors (names, shapes, types) and a config.json: another model, or
+    tensors missing. Returns none where the files cannot be read: `weights_problems` reports that.
 
-    config: what transformers makes of it, with all defaults: whether head and embedding are tied may be one.
+    config: transformers' version of it with all defaults, because `tie_word_embeddings` may be a default.
     """
     config, found = text_part(config), tensors(folder)
     vocabulary, layers, tied = (config.get(key) for key in ("vocab_size", "num_hidden_layers", "tie_word_embeddings"))
@@ -90,7 +87,7 @@ def tensor_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Describes a tensor of a file. first: where its bytes begin there; dtype: as safetensors names it."""
+    """One tensor in a file. first: byte offset of its data in the file. dtype: safetensors' name."""
 
     file: Path
     shape: list[int]
@@ -99,7 +96,6 @@ class Stored:
     size: int
 
     def row(self, number: int) -> bytes:
-        """Reads the bytes of a row."""
         length = self.size // self.shape[0]
         with self.file.open("rb") as file:
             file.seek(self.first + number * length)
@@ -107,7 +103,7 @@ class Stored:
 
 
 def tensors(folder: Path) -> dict[str, Stored]:
-    """Returns each tensor by its name; empty where the files cannot be read, which `weights_problems` tells."""
+    """Returns tensors by name; empty if the files cannot be read, which `weights_problems` reports."""
     try:
         files = [folder / SINGLE]
         if not files[0].is_file():
@@ -125,7 +121,7 @@ def tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _differ(one: Stored, other: Stored) -> bool:
-    """Returns whether some rows of two tensors differ; of types that differ, the ranks say it."""
+    """Whether two tensors differ in some compared rows. Different dtypes are left to the ranks."""
     if one.shape != other.shape or one.dtype != other.dtype or not one.shape[0]:
         return one.shape != other.shape
     step = -(-one.shape[0] // COMPARED_ROWS)
@@ -133,13 +129,11 @@ def _differ(one: Stored, other: Stored) -> bool:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Returns how long a safetensors file is by its own header."""
     header, length = _header(path)
     return 8 + length + max((tensor["data_offsets"][1] for tensor in _tensors(header).values()), default=0)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns a file's header and its length in bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > LONGEST_HEADER:

@@ -1,8 +1,5 @@
-"""Derives parameters and FLOPs from the shape of a decoder: a model's name in, a `ModelShape` out.
-
-Reads config.json alone: no torch, no network. The shapes of the shipped experiments' models lie in config/models, so
-that `dapo.plan` answers on a machine that has none of them.
-"""
+"""Derives parameter counts and FLOPs of a decoder from its config.json, without torch or network. config/models holds
+the config.json of the shipped experiments' models, so that `dapo.plan` runs on a machine without them."""
 
 import json
 import math
@@ -13,32 +10,31 @@ from typing import Any
 
 from dapo.config.paths import config_dir, resolve_path
 
-# Decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and Qwen3
-# has a norm of its own on each head's query and key.
+# Decoders with gated MLP and grouped-query attention. Qwen2 always has query, key and value biases; Qwen3 normalizes
+# each head's query and key.
 DENSE = ("qwen2", "qwen3", "llama", "mistral")
-# Mixtures whose layers all have experts and nothing beside them: the keys of an expert's width, and of their number.
+# Mixtures of experts without dense or shared parts in any layer: keys of an expert's width and of the expert count.
 EXPERTS = {"qwen3_moe": ("moe_intermediate_size", "num_experts"), "mixtral": ("intermediate_size", "num_local_experts")}
-# Where a config.json says how many positions a model has; the least counts.
+# Keys of config.json for the number of positions; the smallest value counts.
 POSITION_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
-# Kinds of rotary scaling whose factor is in `max_position_embeddings` already.
+# Types of rotary scaling whose factor is already included in `max_position_embeddings`.
 WITHIN_POSITIONS = (None, "default", "su", "longrope", "llama3", "deepseek_llama_scaling")
 YARN = ("yarn", "deepseek_yarn")
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 class UnknownShape(ValueError):
-    """Says that the model has no config.json that can be found, or an architecture that `ModelShape` does not
-    describe."""
+    """No config.json was found for the model, or `ModelShape` does not describe its architecture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Describes a decoder. attention_bias: of the query, key and value projections. qk_norm: RMS norms on the heads'
-    queries and keys. intermediate_size: of the MLP, or of each of the `experts` of a mixture, of which a token goes
-    through `experts_per_token`."""
+    """Shape of a decoder. attention_bias: of query, key and value projections. qk_norm: RMS norm of each head's query
+    and key. intermediate_size: width of the MLP, or of each expert. experts: number of experts per layer; a token
+    passes through `experts_per_token` of them."""
 
     model_type: str
     num_layers: int
@@ -56,33 +52,31 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Returns the width of all heads' queries."""
+        """Width of all heads' queries together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Returns the width of all heads' keys, and of their values."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def head_shares(self) -> list[int]:
-        """Returns `head_shares` of this model."""
         return head_shares(self.num_heads, self.num_kv_heads)
 
     @property
     def mlp_width(self) -> int:
-        """Returns the width of all that one token goes through in a layer between two projections of its MLPs."""
+        """Intermediate width that one token uses in a layer: of the MLP, or of all its experts."""
         return self.intermediate_size * (self.experts_per_token or 1)
 
     @property
     def layer_matrices(self) -> int:
-        """Counts the parameters of one decoder layer that are multiplied with each token, a router's among them."""
+        """Parameters of one decoder layer that are multiplied with each token, router included."""
         attention = self.hidden_size * (2 * self.attention_size + 2 * self.kv_size)
         return attention + self.hidden_size * (3 * self.mlp_width + self.experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Counts the parameters of one decoder layer: matrices, those of all experts, biases, norms."""
+        """Parameters of one decoder layer: matrices including all experts, biases, norms."""
         biases = self.attention_size + 2 * self.kv_size if self.attention_bias else 0
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         others = 3 * self.hidden_size * self.intermediate_size * (self.experts - self.experts_per_token)
@@ -90,54 +84,47 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Counts the parameters of all experts of a layer; 0 where there are none."""
         return 3 * self.hidden_size * self.intermediate_size * self.experts
 
     @property
     def largest_parameter(self) -> int:
-        """Counts the elements of the largest parameter of the actors: the embedding, or a layer's experts' gate and
-        up."""
+        """Elements of the actors' largest parameter: embedding, or all experts' gate and up of a layer."""
         return max(self.embedding_parameters, self.expert_parameters // 3 * 2)
 
     @property
     def loaded_at_once(self) -> int:
-        """Counts the parameters that an engine loads as one in a weight sync: the embedding, or a layer's experts."""
+        """Parameters that an engine loads as one in a weight sync: the embedding, or a layer's experts."""
         return max(self.embedding_parameters, self.expert_parameters)
 
     @property
     def embedding_parameters(self) -> int:
-        """Counts the parameters of the embedding matrix; a head that is not tied has as many."""
+        """Parameters of the embedding matrix; an untied head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def root_parameters(self) -> int:
-        """Counts the parameters outside the decoder layers: embedding, head unless tied, final norm."""
+        """Parameters outside the decoder layers: embedding, head unless tied, final norm."""
         return self.embedding_parameters * (1 if self.tie_word_embeddings else 2) + self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Counts all parameters, tied ones once."""
         return self.num_layers * self.layer_parameters + self.root_parameters
 
     @property
     def head_flops(self) -> int:
-        """Returns FLOPs of the head for one token, forward."""
         return 2 * self.embedding_parameters
 
     @property
     def flops_per_token(self) -> int:
-        """Returns FLOPs of the matrices for one token, forward, head included: all that does not grow with the
-        length."""
+        """FLOPs of all matrices for one token, forward, head included; attention scores are not."""
         return 2 * self.num_layers * self.layer_matrices + self.head_flops
 
     def attention_flops(self, length: int) -> float:
-        """Counts causal attention of one sequence of `length` tokens, forward: scores and weighted values, half of 4 h
-        L^2."""
+        """FLOPs of causal attention over one sequence, forward: scores and weighted values, half of 4 h L^2."""
         return 2.0 * self.num_layers * self.attention_size * length * length
 
     def forward_flops(self, lengths: Iterable[int], head_tokens: int | None = None) -> float:
-        """Returns FLOPs of one forward pass over sequences of these lengths. head_tokens: positions whose logits are
-        computed; None = all."""
+        """FLOPs of one forward pass. head_tokens: positions whose logits are computed; None = all."""
         lengths = list(lengths)
         tokens = sum(lengths)
         without_head = (sum(lengths) if head_tokens is None else head_tokens) - tokens
@@ -146,46 +133,44 @@ class ModelShape:
 
     @property
     def attention_equals_rest_tokens(self) -> int:
-        """Returns the length at which attention costs as much as all matrices; scales the quadratic part of a length's
-        work."""
+        """Length at which attention costs as much as all matrices; scales the quadratic part of estimated work."""
         return round(self.flops_per_token / (2 * self.num_layers * self.attention_size))
 
 
 def head_shares(heads: int, key_heads: int) -> list[int]:
-    """Returns the numbers of ranks or GPUs that attention heads can be split over: each divides the heads, and divides
-    the key-value heads or is a multiple of them, which are then copied."""
+    """Returns the numbers of ranks or GPUs that attention heads can be split over. Each divides the heads, and divides
+    the key-value heads or is a multiple of them (key-value heads are then copied)."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json says of the part that reads text: all of it, but for a model that also sees images."""
+    """Returns the config of the text model: everything, overridden by `text_config` if the model also reads images."""
     return {**config, **(config.get("text_config") or {})}
 
 
 def positions(config: Mapping[str, Any]) -> float:
-    """Returns the tokens that vLLM lets a sequence of this model have, as it derives them from a config.json; infinite
-    where that says nothing."""
+    """Returns the maximum sequence length in tokens that vLLM derives from a config.json; infinite if it gives none."""
     config = text_part(config)
     said = [config[key] for key in POSITION_KEYS if isinstance(config.get(key), int)]
     own = config.get("model_max_length")
     window = float(own) if isinstance(own, int) else float(min(said, default=math.inf))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layers = [one for one in scaling.values() if isinstance(one, dict)]
-    if by_layers:  # of each kind of layer; those of the widest sight count
+    if by_layers:  # one entry per kind of layer; the largest window counts
         plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
         return max(positions(plain | {"rope_parameters": one}) for one in by_layers)
     kind = scaling.get("rope_type") or scaling.get("type")
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if not isinstance(factor, int | float) or "gemma3" in str(config.get("model_type")):
         return window
-    if kind in YARN:  # some versions of vLLM, and some files, multiply here
+    if kind in YARN:  # some vLLM versions and some config files multiply here
         return max(window, factor * (original or 0))
     return window if kind in WITHIN_POSITIONS else window * factor
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Reads a shape out of what a config.json says. name: for errors, the value of `model.path`. Raises UnknownShape
-    for whatever is not one of `DENSE` or of `EXPERTS`, or has layers of both kinds."""
+    """Returns the shape described by a config.json. name: `model.path`, for errors. Raises UnknownShape for a model
+    type that is not in `DENSE` or `EXPERTS`, or with layers of both kinds."""
     kind = str(config.get("model_type"))
     width, experts = EXPERTS.get(kind, ("intermediate_size", ""))
     of_experts = [width, experts, "num_experts_per_tok"] if experts else []
@@ -217,8 +202,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Reads config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name known here or in the hub's
-    cache. Raises UnknownShape when there is none."""
+    """Reads config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name in config/models or in the
+    hub's cache. Raises UnknownShape if there is none."""
     directory = Path(resolve_path(path))
     file = directory / "config.json" if directory.is_dir() else _known(path) or cached_config(path)
     if file is None or not file.is_file():
@@ -235,8 +220,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_shape(path: str) -> ModelShape:
-    """Returns the shape of `model.path`. Raises UnknownShape, a ValueError, when it cannot be found or is not
-    described."""
+    """Returns the shape of `model.path`. Raises UnknownShape (a ValueError) if it is not found or not described."""
     return shape_of(read_config(path), path)
 
 
@@ -250,7 +234,7 @@ def _known(name: str) -> Path | None:
 
 
 def cached_config(name: str) -> Path | None:
-    """Returns config.json of a hub's model in the cache; None where it is not there."""
+    """Returns the path of a hub model's config.json in the cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,4 @@
-"""Reads the names of vLLM's engine arguments out of its source: importing it would take seconds and torch."""
+"""Reads the names of vLLM's engine arguments from its source: importing vLLM would take seconds and load torch."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @functools.cache
 def engine_arguments() -> frozenset[str]:
-    """Returns the names of the installed vLLM's engine arguments, empty where it is not installed."""
+    """Empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return frozenset()

@@ -1,2 +1,2 @@
-"""Checks a configuration, one subject per file: problems out, each in one line, with key, value and remedy;
-`dapo.config.checks` asks them all."""
+"""Checks of a configuration, one subject per file. Each yields one line per problem, with key, value and remedy;
+`dapo.config.checks` calls them."""

@@ -1,4 +1,4 @@
-"""Checks of the `code` reward and of its sandbox before any worker starts."""
+"""Checks of the `code` reward and its sandbox."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,6 @@ OPTIONS = {"partial": "true or false", "max_tests": "a whole number, 0 for all t
 
 
 def code(cfg: Config) -> Iterator[str]:
-    """Checks the entries of `reward.functions` that run programs, and the times that these may take."""
     entries = [(index, spec) for index, spec in enumerate(cfg.reward.functions) if spec.path in PATHS]
     for index, spec in entries:
         yield from _options(f"reward.functions[{index}]", spec)

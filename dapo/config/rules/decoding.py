@@ -1,4 +1,4 @@
-"""Checks of faster decoding before any worker starts: speculation and quantized engines."""
+"""Checks of speculative decoding and of quantized engines."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -7,18 +7,17 @@ from typing import Any
 from dapo.config.schema import Config
 
 SPECULATION, QUANTIZATION = "rollout.vllm.speculative_config", "rollout.vllm.quantization"
-# What each way to draft needs besides vLLM. The others need a second model, which no weight sync would renew.
+# Package that each drafting method needs besides vLLM. Other methods need a second model, which no weight sync updates.
 METHODS = {"ngram": "numba", "ngram_gpu": "", "suffix": "arctic_inference"}
-# What vLLM makes of every weight that arrives.
+# Quantizations that vLLM applies to each weight as it arrives.
 QUANTIZED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-ON_CPU = "fp8_per_channel"  # the one that vLLM's CPU build has kernels for
-FP8_LOGPROB_DIFF = 0.05  # the default of the bound, and the least one that suits engines which round to 3 bits
+ON_CPU = "fp8_per_channel"  # the only one with kernels in vLLM's CPU build
+FP8_LOGPROB_DIFF = 0.05  # the bound's default, and its minimum for engines with 3 mantissa bits
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-FEW_REQUESTS = 16  # of an engine: up to here speculation may be left on whatever runs
+FEW_REQUESTS = 16  # with at most this many requests per engine, speculation may always be on
 
 
 def decoding(cfg: Config) -> Iterator[str]:
-    """Reports what would give other samples than the policy's, or no engine at all."""
     if (speculative := cfg.rollout.vllm.get("speculative_config")) is not None:
         yield from _speculation(speculative, cfg.rollout.vllm.get("max_num_seqs"))
     if (quantization := cfg.rollout.vllm.get("quantization")) not in (None, *QUANTIZED):
@@ -62,7 +61,7 @@ def _speculation(given: Any, max_num_seqs: int | None) -> Iterator[str]:
 
 
 def on_device(cfg: Config, device: str) -> Iterator[str]:
-    """Reports engines that vLLM has no kernels for on `device`, cpu or cuda."""
+    """Reports engines for which vLLM has no kernels on `device`, cpu or cuda."""
     given = cfg.rollout.vllm.get("quantization")
     if device == "cpu" and given not in (None, ON_CPU):
         yield (
@@ -72,7 +71,6 @@ def on_device(cfg: Config, device: str) -> Iterator[str]:
 
 
 def quantized_training(cfg: Config) -> Iterator[str]:
-    """Requires what training on the tokens of a coarser policy needs."""
     if (given := cfg.rollout.vllm.get("quantization")) is None:
         return
     if cfg.algorithm.rollout_correction.mode == "none":

@@ -1,7 +1,6 @@
-"""Checks of vLLM's engine arguments before any worker starts; an engine would die of them minutes later.
+"""Checks of vLLM's engine arguments, of `rollout.vllm` or of a judge; an engine would fail on them minutes later.
 
-In: `rollout.vllm`, or a judge's. Out: one line per problem, with key, value and remedy. What an argument may hold is
-vLLM's to say when an engine starts; its name is checked here.
+Argument names are checked here; their values mostly by vLLM when an engine starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,13 +12,12 @@ from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
 
 BACKEND = "distributed_executor_backend"
-# Tokens of one pass where nobody says how many: vLLM's for an engine that another program embeds, and ours on a CPU.
+# Default tokens per forward pass: vLLM's for an embedded engine, and ours on a CPU.
 MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
 
 
 def arguments(section: str, given: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
-    """Reports arguments that dapo sets itself, and those that vLLM does not have. own: what to use in place of the
-    former."""
+    """Reports arguments that dapo sets itself, and unknown ones. own: by name, what to use instead of the former."""
     for name, instead in own.items():
         if name in given:
             yield f"`{section}.{name}` is set by dapo itself; remove it and use {instead}"
@@ -29,7 +27,6 @@ def arguments(section: str, given: Mapping[str, Any], own: Mapping[str, str]) ->
 
 
 def starts(cfg: Config) -> Iterator[str]:
-    """Reports processes that dapo does not start."""
     args = cfg.rollout.vllm
     one = args.get("tensor_parallel_size", 1) == args.get("pipeline_parallel_size", 1) == 1
     if (backend := args.get(BACKEND, "mp")) not in (("mp", "uni") if one else ("mp",)):
@@ -40,7 +37,6 @@ def starts(cfg: Config) -> Iterator[str]:
 
 
 def random_weights(cfg: Config) -> Iterator[str]:
-    """Refuses weights that are to be replaced, where nothing replaces them."""
     if cfg.rollout.vllm.get("load_format") == "dummy":
         yield (
             f"`{ENGINE}.load_format` (dummy) gives engines random weights, and without actors they get no others; "
@@ -49,7 +45,7 @@ def random_weights(cfg: Config) -> Iterator[str]:
 
 
 def stages(cfg: Config, device: str) -> Iterator[str]:
-    """Refuses pipeline stages where no pass is compiled first: vLLM's CPU engine makes their buffers in that alone."""
+    """Refuses pipeline stages on a CPU without compilation: vLLM's CPU engine allocates buffers only when compiling."""
     name, own = "pipeline_parallel_size", cfg.reward.judge.engine
     for key, args in {ENGINE: cfg.rollout.vllm, **({JUDGE: own.vllm} if own.path else {})}.items():
         count = args.get(name, 1)
@@ -61,8 +57,8 @@ def stages(cfg: Config, device: str) -> Iterator[str]:
 
 
 def batches(cfg: Config, device: str) -> Iterator[str]:
-    """Reports passes of an engine that hold fewer tokens than vLLM demands, and bounds beyond what they bound. device:
-    cpu, cuda, or auto where it is not known yet."""
+    """Reports `max_num_batched_tokens` below what vLLM requires, and other limits above the values that bound them.
+    device: cpu, cuda, or auto if not known yet."""
     args = cfg.rollout.vllm
     window = engine_window(cfg)
     tokens, sequences = args.get("max_num_batched_tokens"), args.get("max_num_seqs")

@@ -1,4 +1,4 @@
-"""Checks of the judge that a run starts itself, before any worker starts: part of `dapo.config.checks`."""
+"""Checks of the judge that a run starts itself."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +14,7 @@ from dapo.config.rules.model import division_problems, model_directory, window_p
 from dapo.config.schema import Config
 
 KEY, WINDOW = "reward.judge.engine", "max_model_len"
-# Arguments that dapo sets itself, and the key to use in their place.
+# Arguments that dapo sets itself, and the key to use instead.
 OWN = {
     "model": f"`{KEY}.path`",
     "trust_remote_code": f"`{KEY}.trust_remote_code`",
@@ -23,7 +23,6 @@ OWN = {
 
 
 def judge(cfg: Config) -> Iterator[str]:
-    """Checks the run's own judge; says nothing without `reward.judge.engine.path`."""
     engine = cfg.reward.judge.engine
     if not engine.path:
         return
@@ -46,12 +45,12 @@ def judge(cfg: Config) -> Iterator[str]:
             "{path: judge, wrong: 0.0}, or leave the key empty"
         )
     yield from arguments(JUDGE, engine.vllm, OWN)
-    with suppress(UnknownShape):  # told above, or a hub name that is not in the cache
+    with suppress(UnknownShape):  # reported above, or a hub name that is not in the cache
         yield from _model(engine, read_config(engine.path))
 
 
 def _model(engine: JudgeEngineConfig, config: dict[str, Any]) -> Iterator[str]:
-    """Reports what a server would refuse of its model; config: what its config.json says."""
+    """Reports what a server would refuse in its model. config: its config.json."""
     named, window = f"`{KEY}.path` ({engine.path})", engine.vllm.get(WINDOW)
     yield from division_problems(JUDGE, engine.vllm, named, config)
     if isinstance(window, int):

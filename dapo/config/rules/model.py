@@ -1,4 +1,4 @@
-"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.config.checks`."""
+"""Checks of `model`, `actor` and `weight_sync`."""
 
 import math
 import os
@@ -13,16 +13,15 @@ from dapo.config.names import ENGINE, nearest
 from dapo.config.paths import checked_path, resolve_path
 from dapo.config.schema import Config
 
-# Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
+# Keys of config.json for changes of the logits after the head. The actors compute only head and softmax.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding
-LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # of `layer_types`, all that the actors compute
+ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # NO_TARGETS: head and embedding
+LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # values of `layer_types` that the actors support
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
-EXPERT_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # mixtures of experts that ranks and engines take alike
+EXPERT_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # supported by both ranks and engines
 
 
 def actor(cfg: Config) -> Iterator[str]:
-    """Reports everything that the actor ranks would stumble over."""
     yield from _ranks(cfg)
     yield from _tokens(cfg)
     yield from _attention(cfg)
@@ -31,7 +30,6 @@ def actor(cfg: Config) -> Iterator[str]:
 
 
 def served(cfg: Config) -> Iterator[str]:
-    """Reports what the engines alone would stumble over."""
     yield from _model(cfg, trains=False)
 
 
@@ -75,7 +73,6 @@ def _lora(cfg: Config) -> Iterator[str]:
 
 
 def model_directory(key: str, value: str) -> Iterator[str]:
-    """Reports a path that holds no model."""
     try:
         path = Path(checked_path(value, key=key))
     except ValueError as error:
@@ -97,7 +94,7 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
     except UnknownShape as error:
         if path.is_dir():
             yield str(error)
-        return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
+        return  # a hub name that is not in the cache: the ranks repeat the check once they have its config.json
     yield from config_problems(cfg, config, trains=trains)
     if path.is_dir():
         yield from _files(cfg, path, trains=trains)
@@ -105,8 +102,8 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
 
 
 def _targets(cfg: Config, path: Path) -> Iterator[str]:
-    """Reports targets of adapters that no matrix in the model's files has the name of; what else may be wrong with one,
-    that it is no linear layer for example, only the ranks see."""
+    """Reports adapter targets that match no matrix in the model's files. Other errors, such as a target that is not a
+    linear layer, are found by the ranks."""
     matrices = [name.removesuffix(".weight") for name, one in tensors(path).items() if len(one.shape) == 2]
     layers = list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
     targets = cfg.model.lora.target_modules
@@ -122,8 +119,7 @@ def _targets(cfg: Config, path: Path) -> Iterator[str]:
 
 
 def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Iterator[str]:
-    """Reports what ranks and engines would refuse of a model; config: what its config.json says. trains: whether there
-    are ranks."""
+    """config: the model's config.json. trains: whether there are ranks, not only engines."""
     yield from heads_problems(cfg, config, trains=trains)
     if trains:
         yield from architecture_problems(cfg, config)
@@ -145,12 +141,11 @@ def _files(cfg: Config, path: Path, *, trains: bool) -> Iterator[str]:
 
 
 def reads_safetensors(cfg: Config) -> bool:
-    """Returns whether engines read those files alone, as they do unless a person says otherwise."""
+    """Whether the engines read only safetensors files, which is the default."""
     return bool(cfg.rollout.vllm.get("load_format", "safetensors") == "safetensors")
 
 
 def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Reports sequences beyond the positions of the model."""
     prompt, response, wanted = cfg.data.max_prompt_length, cfg.data.max_response_length, engine_window(cfg)
     given = f"`rollout.vllm.max_model_len` ({wanted})"
     if "max_model_len" not in cfg.rollout.vllm:
@@ -159,7 +154,7 @@ def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
 
 
 def engine_window(cfg: Config) -> int:
-    """Returns the tokens of the longest sequence that the engines make room for."""
+    """Returns the maximum sequence length of the engines, in tokens."""
     given: int | None = cfg.rollout.vllm.get("max_model_len")
     return given or cfg.data.max_prompt_length + cfg.data.max_response_length
 
@@ -167,9 +162,9 @@ def engine_window(cfg: Config) -> int:
 def window_problems(
     given: str, wanted: int, named: str, config: dict[str, Any], arguments: dict[str, Any]
 ) -> Iterator[str]:
-    """Reports sequences of `wanted` tokens, which vLLM refuses when an engine with these arguments starts. What it
-    leaves to a person (VLLM_ALLOW_LONG_MAX_MODEL_LEN, an override of the model's config) is left here too. given: the
-    keys that say how many; named: the model."""
+    """Reports sequences of `wanted` tokens that vLLM would refuse when an engine with these arguments starts. Nothing
+    is reported where vLLM leaves it to the user (VLLM_ALLOW_LONG_MAX_MODEL_LEN, `hf_overrides`). given: text that names
+    the keys with this length; named: text that names the model."""
     if "hf_overrides" in arguments or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
         return
     if wanted > (window := positions(config)):
@@ -180,8 +175,8 @@ def window_problems(
 
 
 def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) -> Iterator[str]:
-    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks, and
-    among the GPUs of an engine; layers among its stages. trains: whether there are ranks."""
+    """Reports heads that cannot be divided among sequence-parallel ranks or an engine's GPUs, and layers among its
+    stages. config: a config.json. trains: whether there are ranks."""
     named = f"`model.path` ({cfg.model.path})"
     if trains:
         size = cfg.actor.ulysses_sequence_parallel_size
@@ -191,8 +186,7 @@ def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) 
 
 
 def division_problems(key: str, arguments: dict[str, Any], named: str, config: dict[str, Any]) -> Iterator[str]:
-    """Reports heads that cannot be divided among the GPUs of an engine with these arguments, which stand below `key`,
-    and more stages than layers. named: the model."""
+    """Reports heads that an engine's GPUs cannot divide, and more stages than layers. key: the arguments' section."""
     if "hf_overrides" in arguments:
         return
     yield from shares_problems(f"{key}.tensor_parallel_size", arguments.get("tensor_parallel_size"), named, config)
@@ -202,7 +196,7 @@ def division_problems(key: str, arguments: dict[str, Any], named: str, config: d
 
 
 def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
-    """Reports a number of ranks or GPUs, `size` of `key`, over which the heads cannot be split. named: the model."""
+    """Reports a number of ranks or GPUs, `size` of `key`, over which the heads cannot be split."""
     config = text_part(config)
     heads = config.get("num_attention_heads")
     if not isinstance(size, int) or size <= 1 or not isinstance(heads, int):
@@ -217,7 +211,7 @@ def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> 
 
 
 def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Reports what the model computes and the actors would not; config: as for `heads_problems`."""
+    """Reports what the model computes and the actors do not support. config: a config.json."""
     named = f"`model.path` ({cfg.model.path})"
     config = text_part(config)
     yield from _frequencies(cfg, config)
@@ -252,8 +246,8 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _frequencies(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Reports rotary frequencies that transformers makes anew for each length of a sequence, and vLLM once and for the
-    model's own positions alone."""
+    """Reports dynamic rotary frequencies beyond the model's positions: transformers adapts them to the length, vLLM
+    not."""
     prompt, response, window = cfg.data.max_prompt_length, cfg.data.max_response_length, "max_position_embeddings"
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = [one.get("rope_type") or one.get("type") for one in (scaling, *scaling.values()) if isinstance(one, dict)]
@@ -268,7 +262,7 @@ def _frequencies(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _window(config: dict[str, Any]) -> float:
-    """Counts the tokens that the layers with the shortest sight attend to; infinite where all see everything."""
+    """Returns the smallest attention window of the layers in tokens; infinite if all layers attend to everything."""
     if "layer_types" in config:
         slides = "sliding_attention" in config["layer_types"]
     else:

@@ -1,15 +1,14 @@
-"""Checks which choices of the objective go together, where each is one that is allowed."""
+"""Checks of combinations of objective settings that are valid one by one."""
 
 from collections.abc import Iterator
 
 from dapo.config.schema import Config
 
-MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens
-MAX_GEOMETRIC = 1.1  # a mean difference of 0.1 nats in every token; what is above was meant for single tokens
+MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; a larger value was meant for single tokens
+MAX_GEOMETRIC = 1.1  # a mean difference of 0.1 nats per token; a larger value was meant for single tokens
 
 
 def objective(cfg: Config) -> Iterator[str]:
-    """Reports choices of the objective that do not go together."""
     algorithm, kl = cfg.algorithm, cfg.algorithm.kl
     if algorithm.policy_loss == "gspo" and max(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > MAX_GSPO_CLIP:
         yield (
@@ -35,7 +34,6 @@ def objective(cfg: Config) -> Iterator[str]:
 
 
 def correction(cfg: Config) -> Iterator[str]:
-    """Reports a rollout correction that corrects nothing, or what was corrected already."""
     correction, staleness = cfg.algorithm.rollout_correction, cfg.filter_groups.max_staleness
     if correction.use_rollout_logprobs and correction.mode != "none":
         yield (

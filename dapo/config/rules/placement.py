@@ -1,5 +1,4 @@
-"""Checks of where roles run and how weights travel between them, before any worker starts: part of
-`dapo.config.checks`."""
+"""Checks of where roles run and how weights travel between them."""
 
 from collections.abc import Iterator
 
@@ -8,7 +7,6 @@ from dapo.config.schema import Config
 
 
 def placement(cfg: Config) -> Iterator[str]:
-    """Requires that colocated roles share GPUs evenly, and that the transport suits."""
     if cfg.trainer.colocate != "none":
         yield from _shared_gpus(cfg)
     elif cfg.weight_sync.transport == "ipc":
@@ -48,7 +46,7 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
 
 
 def _divided(cfg: Config) -> Iterator[str]:
-    """Requires an engine per rank, and to know its part of the memory."""
+    """Requires one engine per rank, and its part of the memory (`trainer.colocate=memory`)."""
     engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = cfg.rollout.vllm.get(name, 1)
@@ -71,7 +69,7 @@ def _divided(cfg: Config) -> Iterator[str]:
 
 
 def _owned(cfg: Config) -> Iterator[str]:
-    """Requires that each engine owns the GPUs of some ranks, and each rank is on the GPU of an engine."""
+    """Requires that the engines' GPUs are exactly the ranks' GPUs (`trainer.colocate=time`)."""
     gpus = gpus_per_engine(cfg.rollout.vllm)
     engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
     if cfg.trainer.device != "cpu" and engines * gpus != ranks:
@@ -83,7 +81,7 @@ def _owned(cfg: Config) -> Iterator[str]:
 
 
 def _that_fit(cfg: Config) -> str:
-    """Returns the keys that give every rank an engine: of engines, else of the ranks or GPUs nearest to these."""
+    """Returns settings that give every rank an engine: other engines, else the nearest counts of ranks or GPUs."""
     gpus, ranks = gpus_per_engine(cfg.rollout.vllm), cfg.actor.num_workers
     if ranks % gpus == 0:
         return f"`rollout.num_engines={ranks // gpus}`"
@@ -102,7 +100,7 @@ def _that_fit(cfg: Config) -> str:
 
 
 def _lent(cfg: Config) -> Iterator[str]:
-    """Requires that whole engines fit the ranks' GPUs, and engines beside them."""
+    """Requires that the ranks' GPUs hold whole engines (`trainer.colocate=lend`)."""
     gpus, ranks = gpus_per_engine(cfg.rollout.vllm), cfg.actor.num_workers
     if ranks % gpus or ranks < gpus:
         yield (

@@ -1,7 +1,4 @@
-"""Checks of `reward.model` before any worker starts, and of what the model is, which its worker repeats at load.
-
-In: a `Config`, or what a model's config.json says. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks of `reward.model`. Its worker repeats those of the model itself when it loads it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,11 +9,10 @@ from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
 HEAD = "ForSequenceClassification"
-DEFAULT_LABELS = 2  # of transformers, for a config.json that says nothing
+DEFAULT_LABELS = 2  # transformers' default without num_labels in config.json
 
 
 def reward_model(cfg: Config) -> Iterator[str]:
-    """Checks the reward model; says nothing without `reward.model.path`."""
     if not cfg.reward.model.path:
         return
     yield from _tokens(cfg)
@@ -30,7 +26,7 @@ def reward_model(cfg: Config) -> Iterator[str]:
 
 
 def head_problems(path: str, architectures: Sequence[str], num_labels: int) -> Iterator[str]:
-    """Refuses a model of another kind, which would get a head of random weights, so that its scores would be noise."""
+    """Refuses a model without a trained score head: transformers would add a random one, and scores would be noise."""
     named = ", ".join(architectures) or "none"
     if not any(name.endswith(HEAD) for name in architectures):
         yield (
@@ -78,8 +74,7 @@ def _directory(cfg: Config, path: Path) -> Iterator[str]:
 
 
 def _too_short(what: str, tokens: int, cfg: Config) -> Iterator[str]:
-    """Compares lengths across tokenizers that may differ; this finds what is far off. A person who set `max_length`
-    knows."""
+    """Finds large mismatches only: tokenizers may differ. Skipped where the user set `max_length`."""
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
     if not cfg.reward.model.max_length and 1 <= tokens < prompt + response:
         yield (

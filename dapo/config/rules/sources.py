@@ -1,15 +1,14 @@
-"""Checks where the prompts come from: `data.train_files` or `data.sources`, and what an entry may say."""
+"""Checks of `data.train_files`, `data.sources` and their entries."""
 
 from collections.abc import Iterator
 
 from dapo.config.schema import Config
 
 TRAIN = "train"
-RESERVED = (TRAIN, "eval")  # splits of the sample store, as `dapo.store.schema` has them
+RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.store.schema`)
 
 
 def sources(cfg: Config) -> Iterator[str]:
-    """Reports no source, two ways to give one, names that are taken or stand twice, and caps that nothing holds."""
     data = cfg.data
     if bool(data.train_files) == bool(data.sources):
         have = f"{data.train_files}), and so has `data.sources`" if data.sources else "[]), and `data.sources` is empty"
@@ -21,7 +20,7 @@ def sources(cfg: Config) -> Iterator[str]:
     names = [("data.val_files", name) for name in named]
     names += [(f"data.sources[{index}].name", source.name) for index, source in enumerate(data.sources)]
     for key, name in names:
-        if name in RESERVED:  # it would mix problems up there
+        if name in RESERVED:  # would be mixed up in the sample store
             what = "the training prompts" if name == TRAIN else "a held-out set without a name"
             yield f"`{key}` ({name}) is the name that `samples.sqlite` has for {what}; take another, such as my_{name}"
     for name in (source.name for source in data.sources if source.val_files and source.name in named):

@@ -1,1 +1,1 @@
-"""Looks at one subject per file: findings out; `dapo.doctor.checks` asks for them all."""
+"""The checks, one subject per file; `dapo.doctor.checks` lists them all."""

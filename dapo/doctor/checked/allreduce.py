@@ -1,8 +1,7 @@
 """Measures an all-reduce between ranks, as the actors will do it: gloo on CPUs, NCCL on GPUs.
 
-In: a rank's place in a ring. Out: seconds of the fastest of a few, after it was checked that the sums are right, and
-the network that NCCL says it uses. As a program (`python -m dapo.doctor.checked.allreduce JSON`) it is one rank, and
-prints them as JSON.
+`python -m dapo.doctor.checked.allreduce JSON` runs one rank (JSON: the fields of `Ring`) and prints its `Measured` as
+JSON.
 """
 
 import json
@@ -22,18 +21,18 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.interfaces import sockets_towards
 from dapo.plan.terms import size
 
-START_S, LIMIT_S = 60.0, 90.0  # for the ranks to find each other; for all of it
-CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # in smaller ones a large ring measures latency
+START_S, LIMIT_S = 60.0, 90.0  # timeouts: process group setup; the whole check
+CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # with smaller tensors a large ring would measure latency
 ROUNDS = 3  # the first one warms up
-SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # of the bandwidth that the planner assumes
+SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # shares of the bandwidth that the planner assumes
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "Socket"  # NCCL's name for TCP
 MAX_NAMED = 4
 
 
 class Measured(NamedTuple):
-    """Holds what one rank measured. network: NCCL's name of what it uses between nodes, empty of gloo. devices: RDMA
-    devices of the rank's machine."""
+    """Result of one rank. network: NCCL's name of its network between nodes; empty for gloo. devices: RDMA devices of
+    the rank's machine."""
 
     seconds: float
     network: str = ""
@@ -42,7 +41,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Holds the place of one rank. gpu: its number among those that the process sees."""
+    """Place of one rank. gpu: index among the GPUs visible to the process."""
 
     rank: int
     world: int
@@ -53,12 +52,13 @@ class Ring:
 
 
 def measure(ring: Ring) -> Measured:
-    """Raises RuntimeError where ranks do not find each other in time, or a sum is wrong."""
+    """Returns the fastest of a few rounds, after checking the sums. Raises RuntimeError if ranks do not find each other
+    in time, or a sum is wrong."""
     if ring.device != "cuda":
         return Measured(_seconds(ring))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        os.environ.update(LOG, NCCL_DEBUG_FILE=str(log))  # of this process, which measures and nothing else
+        os.environ.update(LOG, NCCL_DEBUG_FILE=str(log))  # safe: this process only measures
         try:
             seconds = _seconds(ring)
         except Exception as error:
@@ -67,13 +67,12 @@ def measure(ring: Ring) -> Measured:
 
 
 def network_of(log: str) -> str:
-    """Returns what NCCL's log says that it uses: IB (also for RoCE), Socket, or a plugin's name."""
+    """Returns the network named in NCCL's log: IB (also for RoCE), Socket, or a plugin's name."""
     found = re.findall(r"Using network (.+)", log)
     return found[-1].strip() if found else ""
 
 
 def warned(log: str) -> list[str]:
-    """Returns the warnings of NCCL's log."""
     return re.findall(r"NCCL WARN (.+)", log)
 
 
@@ -103,7 +102,7 @@ def _seconds(ring: Ring) -> float:
             dist.barrier()
             began = time.perf_counter()
             dist.all_reduce(values)
-            values[0].item()  # waits for the device
+            values[0].item()  # synchronizes with the device
             best = min(best, time.perf_counter() - began)
             smallest, largest = values.min().item(), values.max().item()
             if (smallest, largest) != (ring.world, ring.world):
@@ -114,13 +113,12 @@ def _seconds(ring: Ring) -> float:
 
 
 def bytes_of(device: str) -> int:
-    """Returns the size of the tensor that is summed."""
     return GPU_BYTES if device == "cuda" else CPU_BYTES
 
 
 def judged(measured: Sequence[object], device: str, machines: int, assumed: float) -> Finding:
-    """Returns the verdict. measured: a `Measured`, or why there is none, by rank. assumed: bytes per second that a GPU
-    receives from other nodes, as the planner counts them: all of a node carry the ring together."""
+    """Returns the finding. measured: by rank, a `Measured` or the reason why there is none. assumed: bytes per second
+    that one GPU receives from other nodes according to the planner; all GPUs of a node carry the ring together."""
     backend = "NCCL" if device == "cuda" else "gloo"
     world, those = len(measured), [one for one in measured if isinstance(one, Measured)]
     where = f"{backend}, {world} ranks on {machines} {'machines' if machines > 1 else 'machine'}"

@@ -1,7 +1,4 @@
-"""Looks at the cluster that a run joins: who may use it, whether it has what the run asks for, whether clocks agree.
-
-In: a `Subject` and the machines of its run. Out: one `Finding` per function.
-"""
+"""Checks of the cluster that a run joins: authentication, resources, clocks."""
 
 import os
 import stat
@@ -15,12 +12,12 @@ from dapo.doctor.subject import Subject
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # also in workers.own_cluster
 DEFAULT_PATH = Path("~/.ray/auth_token")
 MAKE = f"`export {MODE}=token` on every node, and one token: `(umask 077; ray get-auth-token --generate)`"
-SKEW_S, FAULT_SKEW_S = 1.0, 30.0  # the second: half of what a lease of the output directory is watched for
-ASKED = 3  # times; the fastest answer counts
+SKEW_S, FAULT_SKEW_S = 1.0, 30.0  # FAULT_SKEW_S: half of the time that a lease of the output directory is observed
+ASKED = 3  # attempts; the fastest answer counts
 
 
 def authentication(subject: Subject) -> Finding:
-    """Looks at Ray's token: set, there, and readable by its owner alone."""
+    """Checks Ray's token: set, present, and readable only by its owner."""
     own, given, token = not subject.address, os.environ.get(TOKEN_PATH), os.environ.get(TOKEN)
     mode = os.environ.get(MODE, "token" if own else "")
     if mode != "token":
@@ -44,10 +41,9 @@ def authentication(subject: Subject) -> Finding:
 
 
 def placement(subject: Subject, machines: Machines) -> Finding:
-    """Compares the GPUs and nodes that the roles ask for with those that are there."""
     if not subject.uses_gpus:
         return ok("no GPU asked for")
-    from dapo.doctor.nodes import fitting  # loads Ray
+    from dapo.doctor.nodes import fitting  # imports Ray
 
     try:
         return ok(fitting(subject.cfg, machines))
@@ -58,7 +54,7 @@ def placement(subject: Subject, machines: Machines) -> Finding:
 
 
 def clocks(subject: Subject, machines: Machines) -> Finding:
-    """Compares the clocks of all nodes with the driver's: files, leases, tokens and logs carry their times."""
+    """Compares all nodes' clocks with the driver's: files, leases, tokens and logs carry their times."""
     if len(machines.names) == 1:
         return ok("one machine")
     skews = {name: skew for name in machines.names if (skew := _skew(machines, name)) is not None}
@@ -73,7 +69,8 @@ def clocks(subject: Subject, machines: Machines) -> Finding:
 
 
 def _skew(machines: Machines, name: str) -> float | None:
-    """Returns by how many seconds a node's clock is ahead, at least; None: it told no time."""
+    """Returns the smallest possible skew of a node's clock in seconds, positive if it is ahead; None if it did not
+    answer."""
     best: tuple[float, float] | None = None
     for _ in range(ASKED):
         before = time.time()

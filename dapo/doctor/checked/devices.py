@@ -1,7 +1,5 @@
-"""Lists a node's GPUs, of one in MIG mode its slices, and those of them that CUDA shows to this process.
-
-In: what nvidia-smi prints, and CUDA_VISIBLE_DEVICES. Out: `Gpu`s. Nothing here touches a GPU, nor loads torch.
-"""
+"""Lists a node's GPUs, or the slices of a GPU in MIG mode, and those visible to this process. Uses only nvidia-smi and
+CUDA_VISIBLE_DEVICES: no GPU is touched, and torch is not imported."""
 
 import os
 import re
@@ -18,9 +16,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Describes one GPU, or a slice of one, as its driver does; memory in bytes. number: of the GPU on its node. uuids:
-    its own, and of a slice that of its GPU too. total: None where the driver does not tell it, as of memory that is the
-    machine's."""
+    """A GPU or a MIG slice, as the driver describes it; memory in bytes. number: index of the GPU on its node. uuids:
+    its own; for a slice also the GPU's. total: None if the driver does not report it, as for memory shared with the
+    host."""
 
     number: int
     uuids: tuple[str, ...]
@@ -29,14 +27,14 @@ class Gpu:
     used: float
 
     def is_called(self, name: str) -> bool:
-        """Returns whether an entry of CUDA_VISIBLE_DEVICES means it: a number, or the beginning of a UUID."""
+        """Whether an entry of CUDA_VISIBLE_DEVICES, a number or a UUID prefix, names this GPU."""
         if name.isdecimal():
             return int(name) == self.number
         return name.startswith(("GPU-", "MIG-")) and any(uuid.startswith(name) for uuid in self.uuids)
 
 
 def seen_gpus() -> list[Gpu]:
-    """Returns this node's GPUs and slices, as nvidia-smi lists them; empty where there is none of either."""
+    """Returns this node's GPUs and slices, as nvidia-smi lists them; empty if there are none."""
     try:
         described = ElementTree.fromstring(_smi("-q", "-x"))
     except ElementTree.ParseError:
@@ -55,8 +53,8 @@ def seen_gpus() -> list[Gpu]:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Returns those that CUDA_VISIBLE_DEVICES names, in its order and, as CUDA reads it, up to the first entry that
-    names none; without it all GPUs. Of a GPU in MIG mode CUDA takes the first slice."""
+    """Returns the GPUs named by CUDA_VISIBLE_DEVICES in its order, up to the first invalid entry, as CUDA does; all
+    GPUs if it is not set. For a GPU in MIG mode CUDA uses the first slice."""
     seen, found = seen_gpus(), list[Gpu]()
     given = os.environ.get(VISIBLE)
     names = [str(gpu.number) for gpu in seen] if given is None else given.split(",")
@@ -69,7 +67,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def _memory(device: ElementTree.Element) -> Iterator[dict[str, Any]]:
-    """Yields a device's bytes; nothing where it does not answer."""
+    """Yields a device's memory in bytes; nothing if the device does not answer."""
     texts = {name: device.findtext(f"fb_memory_usage/{name}", "") for name in ("total", "used")}
     numbers = {name: re.fullmatch(r"(\d+) MiB", text.strip()) for name, text in texts.items()}
     if numbers["total"]:
@@ -79,7 +77,7 @@ def _memory(device: ElementTree.Element) -> Iterator[dict[str, Any]]:
 
 
 def _slices() -> list[list[tuple[str, str]]]:
-    """Returns profile and UUID of each slice, by GPU: the longer description has neither."""
+    """Returns profile and UUID of each slice, by GPU, from `nvidia-smi -L`; the XML output has neither."""
     parts = re.split(r"^GPU \d+:", _smi("-L"), flags=re.MULTILINE)[1:]
     return [re.findall(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", part, re.MULTILINE) for part in parts]
 

@@ -1,7 +1,4 @@
-"""Looks at what a node reads: models, on disk or from the hub, reward functions, data.
-
-In: a `Question`. Out: one `Finding` per function. Each runs on every node.
-"""
+"""Checks of the files that a node reads: models, on disk or from the hub, reward functions, data. Run on every node."""
 
 import os
 from pathlib import Path
@@ -18,7 +15,7 @@ SHARED = "copy it to the same path on every node, or put it on a file system tha
 
 
 def models(question: Question) -> Finding:
-    """Looks whether each model can be read here, and is the driver's."""
+    """Checks that each model is readable here and equals the driver's."""
     found = []
     for key, path in question.models.items():
         here = _directory(key, path, question.sizes[key]) if key in question.sizes else _hub(key, path)
@@ -59,7 +56,7 @@ def _hub(key: str, name: str) -> Finding:
 
 
 def data(question: Question) -> Finding:
-    """Looks whether functions and data can be read here; the latter only the driver must read."""
+    """Checks that function and data files are readable here; data gives only a warning, as only the driver reads it."""
     for key, path in question.files.items():
         if reason := _unreadable(path):
             return fault(f"`{key}` ({path}) cannot be read: {reason}", SHARED)

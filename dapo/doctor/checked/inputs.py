@@ -1,7 +1,5 @@
-"""Looks at what a run learns from: tokenizer, chat template, prompts, held-out sets, and the verifier on their answers.
-
-In: a `Subject`. Out: one `Finding` per function; each runs on the driver alone.
-"""
+"""Checks of training inputs: tokenizer, chat template, prompts, held-out sets, and the verifier on their reference
+answers. Run only on the driver."""
 
 from collections.abc import Iterable
 
@@ -11,13 +9,12 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
 from dapo.rewards.calling.loading import ready_name
 
-BAD_SHARE = 0.01  # of references that no right answer matches
+BAD_SHARE = 0.01  # of reference answers that are scored as wrong
 
 
 def settings(subject: Subject) -> Finding:
-    """Tries what a run tries before it starts workers: schedule, model, reward functions and their known answers,
-    functions of a person's own, sinks."""
-    from dapo.driver.preflight import preflight, rewards_tried  # loads torch
+    """Runs a run's own checks before it starts workers: schedule, model, functions and their known answers, sinks."""
+    from dapo.driver.preflight import preflight, rewards_tried  # imports torch
 
     try:
         preflight(subject.cfg)
@@ -31,13 +28,11 @@ def settings(subject: Subject) -> Finding:
 
 
 def tokenizer(subject: Subject) -> Finding:
-    """Looks whether it loads, reads text, and belongs to the model."""
     found = f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer)} tokens"
     return _noted(notes.of_tokenizer(subject.tokenizer, subject.cfg.model.path), found)
 
 
 def template(subject: Subject) -> Finding:
-    """Looks whether the chat template is there, shows what a person wrote, and opens the model's turn."""
     return _noted(
         notes.of_template(subject.tokenizer, subject.cfg.data.chat_template_kwargs),
         "shows what is asked, opens the model's turn, and is the same every day",
@@ -45,7 +40,6 @@ def template(subject: Subject) -> Finding:
 
 
 def prompts(subject: Subject) -> Finding:
-    """Looks for rows that repeat a prompt, contradict each other, or are too long."""
     loaded, report = subject.prompts
     check_rows(loaded, subject.cfg.model.path)
     found = f"{report.kept} prompts of {report.rows} rows"
@@ -63,7 +57,6 @@ def prompts(subject: Subject) -> Finding:
 
 
 def held_out(subject: Subject) -> Finding:
-    """Loads the held-out sets and looks for their problems among the training prompts."""
     sets = subject.held_out()
     check_rows([prompt for one in sets for prompt in one.prompts], subject.cfg.model.path)
     counts = ", ".join(f"{one.name or 'one set'}: {len(one.prompts)}" for one in sets)
@@ -72,7 +65,7 @@ def held_out(subject: Subject) -> Finding:
 
 
 def verifier(subject: Subject) -> Finding:
-    """Scores reference answers of the run's own data, where `reward.functions` score it."""
+    """Scores reference answers of the run's data with the ready functions in `reward.functions`."""
     judged = [*notes.judged_truths(subject.cfg, subject.prompts[0])]
     if not judged:
         return ok("no ready function compares with ground truths; `canaries` beside one of your own are its test")
@@ -86,6 +79,5 @@ def verifier(subject: Subject) -> Finding:
 
 
 def _noted(lines: Iterable[str], found: str) -> Finding:
-    """Returns what a run would warn of, or that all is well."""
     said = "; ".join(lines)
     return warning(said, "") if said else ok(found)

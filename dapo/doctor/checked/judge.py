@@ -1,7 +1,5 @@
-"""Asks the judges that a run does not start itself: where one does not answer, responses are unscorable for hours.
-
-In: a `Subject`. Out: one `Finding`. It runs on the driver alone, and takes one short reply of each judge.
-"""
+"""Asks each judge that the run does not start itself for one short reply, from the driver. Without a working judge,
+responses would be unscorable for hours."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,7 @@ REMEDY = (
 
 
 def judges(subject: Subject) -> Finding:
-    """Asks each judge once. What is wrong with its other keys `settings` tells."""
+    """Asks each judge once. The check `settings` covers its other keys."""
     limit_s = subject.cfg.reward.remote.call_timeout_s
     found = [asyncio.run(_asked(kwargs, limit_s)) for kwargs in _asked_of(subject)]
     if not found:
@@ -34,7 +32,6 @@ def judges(subject: Subject) -> Finding:
 
 
 def _asked_of(subject: Subject) -> Iterator[Mapping[str, Any]]:
-    """Yields the arguments of one function per address and model."""
     cfg, seen = subject.cfg, set()
     for specs in (cfg.reward.functions, *source_functions(cfg.data.sources).values()):
         for spec in with_judge(specs, cfg.reward.judge):

@@ -1,8 +1,5 @@
-"""Looks at what the operating system and a container grant a node: files, processes, shared memory, temporary disk.
-
-In: a `Question`. Out: one `Finding` per function. Each runs on every node, and needs the standard library and psutil
-alone.
-"""
+"""Checks of limits of the operating system and the container: files, processes, shared memory, temporary disk. Run on
+every node; needs only the standard library and psutil."""
 
 import os
 import resource
@@ -16,21 +13,21 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
 from dapo.plan.terms import size
 
-# Estimates. Of each pair the first is for a node of engines and ranks on GPUs; a run on CPUs is warned below it, and
-# ends below the second only: it may be a small one.
-MIN_FILES, FEW_FILES, FILES = 4096, 512, 8192  # below the first Ray warns at each start; it recommends the last
-MIN_THREADS, FEW_THREADS = 4096, 1024  # of a node with Ray, engines and ranks: about 60 of each process
-MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise; Ray does without, NCCL does not
+# Estimates. In each MIN/FEW pair, a GPU run fails below MIN. A CPU run, which may be small, gets a warning below MIN
+# and fails below FEW.
+MIN_FILES, FEW_FILES, FILES = 4096, 512, 8192  # Ray warns below MIN_FILES and recommends FILES
+MIN_THREADS, FEW_THREADS = 4096, 1024  # a node with Ray, engines and ranks: about 60 per process
+MIN_SHARED_BYTES = 512 << 20  # Docker's default is 64 MiB; Ray works with that, NCCL does not
 GIB = 1 << 30
 RAY_STOPS_SPILLING = 0.95  # share of a full disk
 MIN_TEMPORARY_BYTES, FEW_TEMPORARY_BYTES = 2 * GIB, GIB // 2
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-FIRST_VERSION = {"memory.max": "memory.limit_in_bytes"}  # names of control groups that have changed
+FIRST_VERSION = {"memory.max": "memory.limit_in_bytes"}  # cgroup v1 names that differ from v2
 
 
 def open_files(question: Question) -> Finding:
-    """Looks at RLIMIT_NOFILE: `ray.init` raises the soft limit of the driver, and of the nodes that it starts, up to
-    the hard one; nodes that run already keep theirs."""
+    """Checks RLIMIT_NOFILE. `ray.init` raises the soft limit to the hard limit for the driver and the nodes that it
+    starts; nodes that already run keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if question.driver else soft
     found = f"{_limit(limit)} open files"
@@ -44,7 +41,7 @@ def open_files(question: Question) -> Finding:
 
 
 def processes(question: Question) -> Finding:
-    """Looks at how many threads may still start: RLIMIT_NPROC of the user, and pids.max of the container."""
+    """Checks how many more threads may start: RLIMIT_NPROC of the user, pids.max of the container."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limit, taken, key = cgroup("pids.max"), cgroup("pids.current"), "`pids.max` of the container (--pids-limit)"
     left = None if limit is None else limit - (taken or 0)
@@ -60,20 +57,19 @@ def processes(question: Question) -> Finding:
 
 
 def shared_memory(question: Question) -> Finding:
-    """Looks at /dev/shm, which Ray's object store, NCCL and vLLM's processes share."""
+    """Checks /dev/shm, which Ray's object store, NCCL and vLLM's processes share."""
     disk = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm has {size(disk.total)}, {size(disk.free)} free"
     remedy = "run the container with --shm-size=32g (or --ipc=host; in Kubernetes an emptyDir of medium Memory)"
     if disk.total < MIN_SHARED_BYTES:
         return (fault if question.gpus else warning)(f"{found}, below {size(MIN_SHARED_BYTES)}", remedy)
-    wanted = min(memory_bytes() // 5, 8 * GIB)  # what dapo gives the object store of a Ray that it starts
+    wanted = min(memory_bytes() // 5, 8 * GIB)  # size of the object store when dapo starts Ray
     if not question.joined and disk.free < wanted:
         return warning(f"{found}, and Ray's object store takes {size(wanted)}: it will lie on disk, slowly", remedy)
     return ok(found)
 
 
 def temporary_disk(question: Question) -> Finding:
-    """Looks at the disk on which Ray keeps its sessions and spills objects."""
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     try:
         disk = shutil.disk_usage(folder)
@@ -90,15 +86,15 @@ def temporary_disk(question: Question) -> Finding:
 
 
 def memory_bytes() -> int:
-    """Returns the bytes of this machine's memory, or of the container's where it has fewer."""
+    """Returns the bytes of this machine's memory, or the container's limit if lower."""
     limit = cgroup("memory.max")
     total: int = psutil.virtual_memory().total
     return total if limit is None else min(total, limit)
 
 
 def cgroup(name: str) -> int | None:
-    """Returns the smallest number under a name in this process's control groups; None: unlimited. name: as version 2
-    has it; of version 1, which has a tree for each controller, it is read under its own."""
+    """Returns the smallest value of a cgroup file over this process's cgroups and their parents; None: unlimited. name:
+    the cgroup v2 file name; for v1, the controller's own tree and file name are used."""
     try:
         lines = OWN_CGROUPS.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -113,7 +109,7 @@ def cgroup(name: str) -> int | None:
             if folder.is_relative_to(root):
                 try:
                     found.append(int((folder / file).read_text(encoding="ascii")))
-                except (OSError, ValueError):  # "max", or the root, which has no limits
+                except (OSError, ValueError):  # "max", or the root group, which has no limit files
                     continue
     return min(found, default=None)
 
@@ -123,7 +119,7 @@ def _own_threads() -> int:
     for process in psutil.process_iter():
         try:
             total += process.num_threads() if process.uids().real == user else 0
-        except psutil.Error:  # it has ended, or is not ours to ask
+        except psutil.Error:  # it has ended, or access is denied
             continue
     return total
 

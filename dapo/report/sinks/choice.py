@@ -1,8 +1,4 @@
-"""Chooses the sinks of a run.
-
-In: `logging`. Out: TensorBoard, Weights & Biases, MLflow and Prometheus as it asks for them, and what keeps one of them
-from working.
-"""
+"""Creates the sinks of a run from `logging`: TensorBoard, Weights & Biases, MLflow and Prometheus."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -20,7 +16,6 @@ from dapo.report.sinks.weights_and_biases import WeightsAndBiases
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yields what keeps the sinks that `logging` asks for from working."""
     found = (
         weights_and_biases.problem(cfg.logging.wandb),
         ml_flow.problem(cfg.logging.mlflow),
@@ -30,7 +25,7 @@ def problems(cfg: Config) -> Iterator[str]:
 
 
 def sinks_of(cfg: Config, output_dir: Path, gauge: Callable[..., Any] | None = None) -> list[Sink]:
-    """Returns the sinks that `logging` asks for; they are told no secret. gauge: `ray.util.metrics.Gauge` under Ray."""
+    """Returns the sinks that `logging` enables; they receive no secrets. gauge: `ray.util.metrics.Gauge` under Ray."""
     flat = dict(_flat(redacted(asdict(cfg))))
     sinks: list[Sink] = [TensorBoard(output_dir, flat)] if cfg.logging.tensorboard else []
     if cfg.logging.wandb:
@@ -43,7 +38,6 @@ def sinks_of(cfg: Config, output_dir: Path, gauge: Callable[..., Any] | None = N
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
-    """Yields every dotted key with a value that all pages can show."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -11,8 +11,7 @@ SHOWN = ("rollout/accuracy", "eval/accuracy")  # beside the hyperparameters, to 
 
 
 class TensorBoard(Sink):
-    """Writes OUTPUT_DIR/tensorboard. Each `begin` starts another file, which voids what earlier files have for
-    later steps."""
+    """Writes OUTPUT_DIR/tensorboard. Each `begin` starts a new file, which voids later steps of earlier files."""
 
     def __init__(self, output_dir: Path, hyperparameters: Mapping[str, str | float | bool] | None = None) -> None:
         self.name = f"TensorBoard's folder {output_dir / FOLDER}"
@@ -24,7 +23,7 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # A queue for all values of a step: at its default of 10, each of them waits for the writing thread.
+        # The queue holds all values of a step: with the default of 10, each value waits for the writing thread.
         self._events = SummaryWriter(self._folder, purge_step=step + 1 if step else 0, max_queue=1000)
         if self._hyperparameters:
             for summary in hparams(dict(self._hyperparameters), dict.fromkeys(SHOWN, 0.0)):

@@ -1,8 +1,4 @@
-"""Sends what a run reports to an MLflow server.
-
-In: `logging.mlflow`. Out: one MLflow run per run directory, also over restarts and resumes: its id is kept in the run
-directory.
-"""
+"""Sends metrics to an MLflow server: one MLflow run per run directory, kept over restarts by an id file there."""
 
 import importlib.util
 import os
@@ -21,19 +17,18 @@ from dapo.state.durable import write_text
 ID_FILE = "mlflow_id"
 ARGUMENTS = ("tracking_uri", "experiment", "run_name")
 WAIT_S = 60  # for its server, at the end
-# Of one request, and of those after one that failed: a server that is away must not keep a run from ending.
+# Limits of one request, and of its retries: an unreachable server must not keep a run from ending.
 LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-MOST_METRICS, MOST_PARAMETERS, LONGEST_VALUE = 1000, 100, 6000  # that a server takes at once
+MOST_METRICS, MOST_PARAMETERS, LONGEST_VALUE = 1000, 100, 6000  # limits of one request
 
 
 class MLflow(Sink):
-    """Writes to one MLflow run, from a thread; it has no histograms. Steps that a resumed run takes again have both
-    values there."""
+    """Writes to one MLflow run, from a thread, without histograms. Steps repeated after a resume have both values."""
 
     name = "MLflow"
 
     def __init__(self, output_dir: Path, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Starts nothing yet. arguments: those of `ARGUMENTS` that are given. config: the run's parameters."""
+        """arguments: those of `ARGUMENTS` that are given. config: the run's parameters."""
         self._output_dir = output_dir
         self._arguments = dict(arguments)
         self._config = dict(config)
@@ -43,7 +38,6 @@ class MLflow(Sink):
         self._sent: list[Future[None]] = []
 
     def begin(self, step: int) -> None:
-        """Does what `Sink` says; the thread asks the server."""
         self._thread, self._sent = ThreadPoolExecutor(1, thread_name_prefix="mlflow"), []
         self._send(self._open)
 
@@ -83,11 +77,10 @@ class MLflow(Sink):
         self._client.log_batch(self._id, metrics=metrics)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Keeps it as the file `TAG/step_STEP.md` of the run."""
         self._send(lambda: self._client.log_text(self._id, text, f"{mlflow_name(tag)}/step_{step:06d}.md"))
 
     def _send(self, work: Callable[[], None]) -> None:
-        """Lets the thread do it. Raises what an earlier one met."""
+        """Queues work for the thread. Raises the error of an earlier call, if any."""
         assert self._thread is not None
         ended = [one for one in self._sent if one.done()]
         self._sent = [one for one in self._sent if not one.done()] + [self._thread.submit(work)]
@@ -95,7 +88,7 @@ class MLflow(Sink):
             one.result()
 
     def close(self) -> None:
-        """Waits at most a minute for what is still to be sent, unless some of it failed."""
+        """Waits at most a minute for queued requests, and not at all after a failure."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -105,7 +98,7 @@ class MLflow(Sink):
 
 
 def mlflow_name(name: str) -> str:
-    """Returns a name with `_` for what MLflow refuses in one.
+    """Replaces characters that MLflow does not accept in a name by `_`.
 
     >>> mlflow_name("eval/pass@4_low")
     'eval/pass_4_low'
@@ -114,7 +107,7 @@ def mlflow_name(name: str) -> str:
 
 
 def problem(arguments: Mapping[str, Any]) -> str:
-    """Returns what keeps `logging.mlflow` from working, empty if nothing does."""
+    """Returns what is wrong with `logging.mlflow`; empty if nothing is."""
     if not arguments:
         return ""
     if importlib.util.find_spec("mlflow") is None:
@@ -134,6 +127,5 @@ def problem(arguments: Mapping[str, Any]) -> str:
 
 
 def _parts(those: Sequence[Any], most: int) -> Iterator[list[Any]]:
-    """Yields them in lists of at most `most`."""
     for start in range(0, len(those), most):
         yield list(those[start : start + most])

@@ -1,8 +1,6 @@
-"""Offers the newest numbers to Prometheus, on the endpoint that Ray has on every node.
-
-In: scalars of a step. Out: gauges `ray_dapo_NAME` with the label `run`, NAME being the metric's with `_` for whatever
-Prometheus does not take in a name. launch/grafana.json shows them. Histograms and texts have no place there.
-"""
+"""Exports the newest scalars to Prometheus, on the metrics endpoint that Ray has on every node. Gauges are named
+`ray_dapo_NAME`, where NAME is the metric's with invalid characters replaced by `_`, with the label `run`.
+launch/grafana.json shows them. Histograms and texts are not exported."""
 
 import importlib.util
 import re
@@ -12,15 +10,14 @@ from typing import Any
 
 from dapo.report.sinks.sink import Sink
 
-NEEDED = ("opencensus", "opentelemetry.exporter.prometheus")  # without them Ray has no endpoint, and does not say so
+NEEDED = ("opencensus", "opentelemetry.exporter.prometheus")  # without them Ray has no endpoint, and reports no error
 
 
 class Prometheus(Sink):
-    """Sets gauges; a resumed run overwrites those of later steps. Those of a run that ended keep their values until its
-    process does."""
+    """Sets gauges. A resumed run overwrites later values; after a run ends, gauges stay until its process ends."""
 
     def __init__(self, output_dir: Path, gauge: Callable[..., Any]) -> None:
-        """Makes no gauge yet. output_dir: its last part names the run. gauge: `ray.util.metrics.Gauge`."""
+        """output_dir: its last part names the run. gauge: `ray.util.metrics.Gauge`."""
         self.name = "Ray's endpoint for Prometheus"
         self._run = output_dir.name
         self._make = gauge
@@ -35,7 +32,7 @@ class Prometheus(Sink):
 
 
 def prometheus_name(name: str) -> str:
-    """Returns a metric's name as it is given to Ray, which puts `ray_` before it.
+    """Returns a metric's name for Ray, which adds the prefix `ray_`.
 
     >>> prometheus_name("eval/pass@4_low")
     'dapo_eval_pass_4_low'
@@ -44,7 +41,7 @@ def prometheus_name(name: str) -> str:
 
 
 def problem(wanted: bool) -> str:
-    """Returns what keeps `logging.prometheus` from working, empty if nothing does."""
+    """Returns what is wrong with `logging.prometheus`; empty if nothing is."""
     missing = [name for name in NEEDED if wanted and not _installed(name)]
     if not missing:
         return ""
@@ -57,5 +54,5 @@ def problem(wanted: bool) -> str:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package that it is part of
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,8 +1,4 @@
-"""Sends what a run reports to Weights & Biases.
-
-In: `logging.wandb`, the arguments of `wandb.init`. Out: one W&B run per run directory, also over restarts and resumes:
-its id is kept in the run directory.
-"""
+"""Sends metrics to Weights & Biases: one W&B run per run directory, kept over restarts by an id file there."""
 
 import importlib.util
 import inspect
@@ -24,12 +20,12 @@ WAIT_S = 60  # for its server, at the start and at the end
 
 
 class WeightsAndBiases(Sink):
-    """Writes to one W&B run. Steps that a resumed run takes again keep the values of the first time there."""
+    """Writes to one W&B run. Steps repeated after a resume keep their first values there."""
 
     name = "Weights & Biases"
 
     def __init__(self, output_dir: Path, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Starts nothing yet. arguments: of `wandb.init`. config: the hyperparameters that its pages show."""
+        """arguments: of `wandb.init`. config: the hyperparameters that its pages show."""
         self._output_dir = output_dir
         self._arguments = dict(arguments)
         self._config = dict(config)
@@ -41,7 +37,7 @@ class WeightsAndBiases(Sink):
         id_file = self._output_dir / ID_FILE
         if not id_file.is_file():
             write_text(id_file, secrets.token_hex(4))
-        # What it notes of the machine holds the command line, and with it whatever was given there.
+        # x_disable_meta: wandb's machine metadata includes the command line, which may contain secrets.
         settings = wandb.Settings(
             init_timeout=WAIT_S, finish_timeout=WAIT_S, silent=True, console="off", x_disable_meta=True
         )
@@ -68,15 +64,14 @@ class WeightsAndBiases(Sink):
         self._run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)}, step=step)
 
     def close(self) -> None:
-        """Waits at most a minute for what is still to be sent; the rest stays in the run directory, for `wandb
-        sync`."""
+        """Waits at most a minute for unsent data; the rest stays in the run directory, for `wandb sync`."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
 
 def _refused(name: str, value: Any, known: Collection[str]) -> str:
-    """Returns why `wandb.init` would not take an argument; "" where it would. known: its arguments."""
+    """Returns why `wandb.init` would reject an argument; "" if it would not. known: its arguments."""
     import wandb
 
     if name not in known:
@@ -93,7 +88,7 @@ def _refused(name: str, value: Any, known: Collection[str]) -> str:
 
 
 def problem(arguments: Mapping[str, Any]) -> str:
-    """Returns what keeps `logging.wandb` from working, empty if nothing does."""
+    """Returns what is wrong with `logging.wandb`; empty if nothing is."""
     if not arguments:
         return ""
     if importlib.util.find_spec("wandb") is None:

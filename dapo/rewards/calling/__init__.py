@@ -1,1 +1,1 @@
-"""Loads the reward functions of a run, and calls them in limited processes."""
+"""Loads the reward functions of a run and calls them in processes with resource limits."""

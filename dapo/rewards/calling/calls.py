@@ -1,8 +1,4 @@
-"""Runs the async reward functions of a worker in one process: many responses at a time in one event loop.
-
-In: items over a socket. Out: for each what the functions gave, or why they gave nothing. A call that fails for a reason
-of the network or the server is tried again with growing pauses; without an answer in time the response is unscorable.
-"""
+"""Runs the async reward functions of a worker in one process, with many responses at a time in one event loop."""
 
 import asyncio
 import errno
@@ -23,20 +19,20 @@ from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pa
 from dapo.rewards.calling.functions import RewardFunctionError, error_of
 from dapo.rewards.calling.loading import LoadedFunction, describe
 
-BEAT_S = 1.0  # between two signs of life: a function that blocks the event loop gives none
-MAX_ALIKE = 2  # retries of a call that will probably end as before
-MAX_PAUSE_S = 30.0  # of the pauses that double; a server may ask for more
+BEAT_S = 1.0  # interval of heartbeats; a function that blocks the event loop stops them
+MAX_ALIKE = 2  # maximum number of `Retry` with `alike`
+MAX_PAUSE_S = 30.0  # maximum backoff; a server may request a longer pause
 NOWHERE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
-# Of the run's own, all alike: each with its `url` and the `key` that it asks for.
+# The judge servers started by the run, all equivalent; each has its `url` and API `key`.
 servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default=())
 
 
 class Retry(Exception):
-    """Says that a call may do better later; for async reward functions to raise. after_s: the least pause in seconds,
-    as a server asks for it, such as its Retry-After. alike: the server was well, and will probably give the same again,
-    at its price: this is tried `MAX_ALIKE` times more at most. away: no server is there, which says nothing about the
-    response, and neither does `after_s`."""
+    """Raised by async reward functions for a call that may succeed later. after_s: minimum pause in seconds, as
+    requested by the server (Retry-After). alike: the server works but will probably return the same again, at the same
+    cost; retried at most `MAX_ALIKE` times. away: the server is unavailable, so the response is not the cause;
+    `after_s` without `alike` means the same."""
 
     def __init__(self, reason: str, after_s: float = 0.0, *, alike: bool = False, away: bool = False) -> None:
         super().__init__(reason)
@@ -44,27 +40,25 @@ class Retry(Exception):
 
 
 class Unanswered(Exception):
-    """Says that no call was answered in time, and why the last one was not. away: that one found no server, or one
-    that wants to be left alone, for `after_s`."""
+    """No call was answered in time. away: the last one found no server, or one that requested a pause of `after_s`
+    seconds."""
 
     def __init__(self, reason: str, *, away: bool, after_s: float) -> None:
         super().__init__(reason)
         self.away, self.after_s = away, after_s
 
 
-class _Late(Exception):
-    """Says that a call was not answered within its time."""
+class _Late(Exception): ...
 
 
 class Pace:
-    """Spaces calls evenly. per_minute: calls of this process; 0: no bound."""
+    """Spaces calls evenly. per_minute: calls of this process; 0: unlimited."""
 
     def __init__(self, per_minute: float) -> None:
         self._gap_s = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
 
     async def turn(self) -> None:
-        """Waits until the next call may go out."""
         now = time.monotonic()
         at = max(now, self._next)
         self._next = at + self._gap_s
@@ -75,15 +69,12 @@ class Pace:
 async def answer(
     call: Callable[[], Any], config: RemoteConfig, pace: Pace, rng: random.Random | None = None
 ) -> tuple[Any, dict[str, float]]:
-    """Returns what a call gave, with the metrics latency_s, of the call that was answered, and retries.
-
-    Waiting for a turn does not count against `timeout_s`, so that a low rate makes nothing unscorable.
-
-    Raises:
-        Unanswered: no answer within `timeout_s`, or after `retries`. Whatever else the call raises, it is not retried.
-    """
+    """Returns the result of a call and the metrics latency_s (of the answered call) and retries. Timeouts, `Retry` and
+    network errors are retried with growing pauses; other exceptions pass through. Waiting for `pace` does not count
+    against `timeout_s`, so that a low rate does not make responses unscorable. Raises Unanswered without an answer
+    within `timeout_s` or after `retries`."""
     left, pause, reason, alike, away = config.timeout_s, config.backoff_s, "", 0, False
-    # A TimeoutError is an OSError; the others are what clients raise for a broken connection.
+    # TimeoutError is an OSError; the others are clients' exceptions for a broken connection.
     broken = (*_errors("httpx", "TransportError"), *_errors("aiohttp", "ClientConnectionError", "ClientPayloadError"))
     passing: tuple[type[Exception], ...] = (Retry, OSError, *broken)
     for tries in range(config.retries + 1):
@@ -95,7 +86,7 @@ async def answer(
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            # a task that calls share, by another's deadline
+            # for example a task shared by calls, cancelled by another call's deadline
             reason, away = "what it awaited was cancelled elsewhere", False
         except _Late:
             reason, away = f"no answer within {most_s:.3g} s", False
@@ -115,13 +106,13 @@ async def answer(
 
 
 async def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns what a call gives, or raises _Late. The call has a task of its own: one that swallows its cancellation
-    goes on by itself, and nobody waits for it."""
+    """Returns the result of a call, or raises _Late. The call has its own task: if it ignores its cancellation, nobody
+    waits."""
 
     async def run() -> tuple[Any, SystemExit | None]:
         try:
             return await call(), None
-        except SystemExit as error:  # which a task does not keep to itself
+        except SystemExit as error:  # asyncio would raise it out of the event loop
             return None, error
 
     task = asyncio.create_task(run())
@@ -138,7 +129,6 @@ async def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def serve(channel: socket.socket, functions: FunctionsByEntry, config: RemoteConfig) -> None:
-    """Answers items until the reward worker closes its end."""
     asyncio.run(_serve(channel, functions, config))
 
 
@@ -172,7 +162,7 @@ async def _reply(
             raise ValueError(f"they gave {len(frame):,} bytes, and {MAX_REPLY_BYTES:,} are the most")
     except MemoryError:
         os._exit(EXIT_MEMORY)
-    except (Exception, asyncio.CancelledError) as error:  # an item without a reply would be waited for
+    except (Exception, asyncio.CancelledError) as error:  # every item needs a reply
         if _is_cancelled():
             raise
         frame = pack({"failure": "error", "detail": f"async reward functions: {describe(error)}", "number": number})
@@ -180,14 +170,14 @@ async def _reply(
 
 
 def _is_cancelled() -> bool:
-    """Returns whether it is this task that is to end, and not something that it awaits."""
+    """Whether this task itself is being cancelled, not something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> dict[str, Any]:
-    """Returns `given`, what each async function gave by its label, or `failure` (a kind of `Score.failure`),
-    `detail` and `after_s`. A function of weight 0 that was not answered gives None: it is only recorded."""
+    """Returns `given` (results of the async functions by label), or `failure` (a kind of `Score.failure`), `detail` and
+    `after_s`. A function of weight 0 that was not answered gives None, because it is only recorded."""
     own = functions.of(item["entry"])
     jobs = {label: asyncio.create_task(_one(label, f, config, pace, item)) for label, f in own.asynchronous()}
     found: dict[str, Any] = {}
@@ -210,7 +200,6 @@ async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, i
 
 
 async def _one(label: str, function: LoadedFunction, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> Any:
-    """Returns what one function gave, its metrics added."""
     source = item["source"]
     servers.set(item.get("servers", ()))
 
@@ -227,13 +216,12 @@ async def _one(label: str, function: LoadedFunction, config: RemoteConfig, pace:
 
 
 def _errors(client: str, *names: str) -> list[type[Exception]]:
-    """Returns exceptions of a client, none where no function has loaded it."""
     module = sys.modules.get(client)
     return [] if module is None else [getattr(module, name) for name in names]
 
 
 def _is_away(error: Exception) -> bool:
-    """Returns whether no server took the connection, or one asks to be left alone: nobody has seen the response."""
+    """Whether no server accepted the connection, or the server requested a pause: the response was not processed."""
     if isinstance(error, OSError) and error.errno in NOWHERE:
         return True
     if isinstance(error, Retry):

@@ -4,11 +4,11 @@
          ▲  ▲──────pids and ends──────────┘                   │
          └─────────────────── JSON over a socket ─────────────┘
 
-It is started afresh, never forked from a process that runs Ray, torch or threads; a child costs milliseconds, not an
-import. Frames are JSON behind their length in 4 bytes, so that what comes back is numbers and text and no pickle.
+It is a new process, never forked from one that runs Ray, torch or threads. A child costs milliseconds, not an
+import. Frames are JSON preceded by its length in 4 bytes: unlike pickle, a reply cannot run code.
 
-To this process: one frame with the settings, then one byte and a socket per child. From it: one frame when it is ready
-or cannot be, then a frame per ended child. To a child: an item; from it, after a frame of its own: a verdict.
+This process receives one frame with the settings, then one byte and a socket per child. It sends one frame when it is
+ready or has failed, then a frame per ended child. A child sends one frame at its start, then a score per item received.
 """
 
 import gc
@@ -36,13 +36,13 @@ from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import SandboxError
 
 DENIED = "Operation not permitted"
-MAX_CONNECTIONS = 4096  # open files of a process with async functions
+MAX_CONNECTIONS = 4096  # open-file limit of a process with async functions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Describes one response to be scored. Made by the reward pool, consumed by a child. entry: as of its prompt.
-    servers: of the run's own, for async functions alone, as `dapo.rewards.calling.calls.servers`."""
+    """One response to be scored. Made by the reward pool, consumed by a child. entry: as of its prompt. servers: the
+    run's own judge servers, for async functions only (`dapo.rewards.calling.calls.servers`)."""
 
     source: str
     text: str
@@ -52,7 +52,7 @@ class Item:
     servers: Sequence[Mapping[str, str]] = ()
 
     def request(self, reads_last: int | None, **more: Any) -> dict[str, Any]:
-        """Returns what goes to the child, with `more`; of the text, only the end that the functions read."""
+        """Returns the request to the child; of the text, only the end that the functions read is included."""
         return {
             "source": self.source,
             "text": tail(self.text, reads_last),
@@ -64,11 +64,10 @@ class Item:
 
 
 def main() -> None:
-    """Runs until the reward worker closes its end."""
     kernel.die_with(os.getppid())
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = read_frame(control)
-    given = settings["functions"]  # by entry of `data.sources`, "" for all others
+    given = settings["functions"]  # by entry of `data.sources`; "": all others
     specs = {name: [RewardFunctionConfig(**spec) for spec in each] for name, each in given.items()}
     limits = LimitsConfig(**{**settings["limits"], "sandbox": SandboxConfig(**settings["limits"]["sandbox"])})
     programs = None
@@ -77,12 +76,12 @@ def main() -> None:
         if functions.runs_programs:
             programs = shared.start(limits.sandbox, allow_unconfined=limits.allow_unconfined)
         functions.warm_up()
-    except Exception as error:  # a person's module may raise anything; the message names the key
+    except Exception as error:  # a user-defined module may raise anything
         message = str(error) if isinstance(error, ValueError | RewardFunctionError) else describe(error)
         control.sendall(pack({"error": message}))
         return
     gc.collect()
-    kernel.live_on()  # from here on the end of `control` tells, and the children are ended with it
+    kernel.live_on()  # from here on, the end of `control` ends this process and the children
     gc.freeze()  # the children share these pages as long as no process writes to them
     about = {"pid": os.getpid(), **functions.about(), "programs": "" if programs is None else programs.way.describe()}
     control.sendall(pack(about))
@@ -113,20 +112,20 @@ def _serve(
             if not request:
                 for pid in running:
                     with suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)  # with what a function was allowed to start
+                        os.killpg(pid, signal.SIGKILL)  # includes processes started by a function
                 if programs is not None:
                     programs.close()
                 return
             try:
                 pid = os.fork()
-            except OSError:  # the worker sees it by the end of the child's socket, and asks again
+            except OSError:  # the worker sees the child's socket close and requests again
                 os.close(channels[0])
                 continue
             if pid == 0:
                 keep_out = [control.fileno(), wake_read, wake_write, *(programs.descriptors() if programs else ())]
                 _become_child(channels[0], functions, limits, remote, keep_out)
             os.close(channels[0])
-            with suppress(OSError):  # it has done so itself, or has ended
+            with suppress(OSError):  # the child has already done so, or has ended
                 os.setpgid(pid, pid)
             running.add(pid)
 
@@ -141,8 +140,8 @@ def _report_ends(control: socket.socket, running: set[int], programs: Sandbox | 
             continue
         running.discard(pid)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it was allowed to start
-        # Negative: the signal that ended it.
+            os.killpg(pid, signal.SIGKILL)  # processes started by the child
+        # A negative exit is the signal that ended it.
         control.sendall(pack({"pid": pid, "exit": os.waitstatus_to_exitcode(status)}))
 
 
@@ -158,14 +157,14 @@ def _become_child(
             os.close(other)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)  # what a function prints may be the model's text, which no log shall hold
+        os.dup2(nowhere, 2)  # output may contain the model's text, which must not be logged
         channel = socket.socket(fileno=fd)
         granted = sandbox.apply(limits) if remote is None else sandbox.apply(limits, open_files=MAX_CONNECTIONS)
         channel.sendall(pack({"pid": os.getpid(), "granted": granted, "clock": time.process_time()}))
         if remote is None:
             _score_items(channel, functions, limits.cpu_s)
         else:
-            from dapo.rewards.calling import calls  # asyncio, which a process that scores alone has no use for
+            from dapo.rewards.calling import calls  # imports asyncio, which other children do not need
 
             calls.serve(channel, functions, remote)
         status = 0
@@ -174,8 +173,8 @@ def _become_child(
 
 
 def _score_items(channel: socket.socket, functions: FunctionsByEntry, cpu_s: float) -> None:
-    """Scores one item after the other. The timer counts CPU time and ends the process by SIGPROF, however busy its
-    machine and deep in C its code: the parent reads that as the CPU limit."""
+    """Scores items one by one. A timer counts CPU time and ends the process by SIGPROF, even inside C code; the parent
+    reports that as the CPU limit."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while (item := read_frame(channel)) is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -183,11 +182,11 @@ def _score_items(channel: socket.socket, functions: FunctionsByEntry, cpu_s: flo
         try:
             verdict = _verdict(functions, item)
         except MemoryError:
-            os._exit(EXIT_MEMORY)  # nothing that a frame would need memory for, and no further item in this process
+            os._exit(EXIT_MEMORY)  # sending a frame would need memory
         except SandboxError as error:
-            verdict = {"lost": str(error)}  # this says nothing about the item, which is tried once more elsewhere
+            verdict = {"lost": str(error)}  # not the item's fault: it is tried once more elsewhere
         verdict["number"] = item.get("number")
-        verdict["threads"] = threading.active_count() > 1  # one that goes on spends the CPU time of the next item
+        verdict["threads"] = threading.active_count() > 1  # a running thread would use CPU time of the next item
         verdict["clock"] = time.process_time()
         verdict["cpu_s"] = verdict["clock"] - began
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -203,8 +202,8 @@ def _verdict(functions: FunctionsByEntry, item: dict[str, Any]) -> dict[str, Any
         return asdict(score)
     except (MemoryError, SandboxError):
         raise
-    except Exception as error:  # the functions' own come as RewardFunctionError; what they give may raise too
-        if DENIED in str(error):  # EPERM, as the filter gives it
+    except Exception as error:  # not only RewardFunctionError: processing results may raise too
+        if DENIED in str(error):  # EPERM from the seccomp filter
             return {
                 "error": f"{error}; network and new processes are denied to reward functions "
                 "(`reward.limits.allow_network`, `reward.limits.allow_processes`)"

@@ -1,4 +1,5 @@
-"""Carries values between a reward worker and its processes, as `dapo.sandbox.frames` does; numpy's are among them."""
+"""Frames between a reward worker and its processes: as `dapo.sandbox.frames`, but numpy values become Python values and
+other values without a JSON form become text."""
 
 from typing import Any
 
@@ -10,11 +11,10 @@ from dapo.sandbox.frames import HEADER, read_frame
 __all__ = ["EXIT_MEMORY", "HEADER", "MAX_REPLY_BYTES", "pack", "read_frame"]
 
 EXIT_MEMORY = 77  # exit status of a process at its memory limit
-MAX_REPLY_BYTES = 1 << 20  # of a process, which ends with a longer one
+MAX_REPLY_BYTES = 1 << 20  # maximum size of a reply
 
 
 def pack(value: Any) -> bytes:
-    """Returns a frame. Numpy's values become Python's; what JSON has no form for becomes text."""
     return frames.pack(value, default=_plain)
 
 

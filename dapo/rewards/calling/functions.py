@@ -1,8 +1,8 @@
-"""Evaluates the weighted reward functions of a run on one response.
+"""Evaluates the weighted reward functions of a run on one response and returns a `Score`.
 
-In: `reward.functions` of the configuration, and a response's text; out: a `Score`. Runs in a reward worker's child
-process: pure, but for the code that a person brings, in verl's signature
-`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict`.
+Runs in a child process of a reward worker. User-defined functions have verl's signature
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 """
 
 import errno
@@ -24,22 +24,21 @@ from dapo.sandbox.program import SandboxError
 from dapo.types import Score
 
 MAX_PREDICTION_CHARS = 300
-MAX_METRICS = 32  # of one function
+MAX_METRICS = 32  # per function
 MAX_KEY_CHARS = 64
-ROUNDING = 1e-6  # of an accuracy
-RESERVED = ("score", "acc", "pred")  # all else that a function gives is a metric
+ROUNDING = 1e-6  # tolerance of an accuracy
+RESERVED = ("score", "acc", "pred")  # all other keys are metrics
 
 
 class RewardFunctionError(RuntimeError):
-    """Says that a reward function raised; names the function, the data source, the exception and its place."""
+    """A reward function raised. The message names the function, the data source, the exception and its line."""
 
 
 class RewardFunctions:
-    """Holds the functions of `reward.functions`, or of one source, loaded once, evaluated on one response at a time."""
+    """The functions of `reward.functions`, or of one source, loaded once and evaluated on one response at a time."""
 
     def __init__(self, specs: Sequence[RewardFunctionConfig], *, section: str = SECTION, prefix: str = "") -> None:
-        """Loads every function. section: where they stand in the configuration. prefix: of their labels. Raises
-        ValueError naming `SECTION[i]` for what cannot be loaded."""
+        """section, prefix: of the configuration keys and the labels. Raises ValueError naming `SECTION[i]`."""
         if not specs:
             raise ValueError(f"`{section}` is empty; give at least one, such as path math")
         self.labels = tuple(prefix + label for label in labels(specs, section))
@@ -49,23 +48,22 @@ class RewardFunctions:
 
     @property
     def reads_last(self) -> int | None:
-        """Returns how many characters at the end of a solution the functions look at; None: all."""
+        """Number of characters at the end of a solution that the functions read; None: all."""
         limits = [function.reads_last for function in self._functions]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
     @property
     def runs_programs(self) -> bool:
-        """Returns whether a function runs programs of the model, in the sandbox."""
         return any(function.runs_programs for function in self._functions)
 
     @property
     def digest(self) -> str:
-        """Returns the digest of the files that the functions are in: all workers of a run must agree on it."""
+        """Digest of the functions' files; all workers of a run must agree on it."""
         return " ".join(function.digest for function in self._functions)
 
     def canaries(self) -> list[tuple[str, Canary]]:
-        """Returns every known answer with the label of the function that it is for; none of an async function, whose
-        answers depend on others."""
+        """Returns every canary with the label of its function, except async ones, whose answers depend on external
+        services."""
         return [
             (label, canary)
             for label, function in zip(self.labels, self._functions, strict=True)
@@ -74,31 +72,25 @@ class RewardFunctions:
         ]
 
     def without_canary(self) -> list[str]:
-        """Returns the labels of the functions without known answers."""
         known = {label for label, _ in self.canaries()}
         return [label for label in self.labels if label not in known]
 
     def asynchronous(self) -> Iterator[tuple[str, LoadedFunction]]:
-        """Yields the async functions with their labels."""
         for label, function in zip(self.labels, self._functions, strict=True):
             if function.asynchronous:
                 yield label, function
 
     def counts(self, label: str) -> bool:
-        """Returns whether a function's score enters the reward, and is not only recorded."""
         return self._weights[self.labels.index(label)] != 0
 
     def score_alone(self, label: str, canary: Canary) -> float:
-        """Returns what one function gives for one known answer."""
         function = self._functions[self.labels.index(label)]
         value = _call(label, function, "canary", canary.solution_str, canary.ground_truth, canary.extra_info)
         return _as_float(_named(label, function), "score", value["score"] if isinstance(value, dict) else value)
 
     def at_limit(self, failure: str) -> Score:
-        """Returns the score of a response whose scoring reached the CPU or memory limit: `wrong` of each function.
-
-        Anything milder would pay a policy for breaking the verifier.
-        """
+        """Returns the score of a response whose scoring reached the CPU or memory limit: `wrong` of each function. A
+        better score would reward the policy for breaking the verifier."""
         parts = dict(zip(self.labels, self._wrong, strict=True))
         reward = sum(weight * wrong for weight, wrong in zip(self._weights, self._wrong, strict=True))
         return Score(accuracy=0.0, reward=reward, parts=parts, metrics={}, prediction="", failure=failure)
@@ -111,17 +103,17 @@ class RewardFunctions:
         extra_info: Any = None,
         given: Mapping[str, Any] | None = None,
     ) -> Score:
-        """Evaluates all functions on one response. given: what the async ones gave, by label.
+        """Evaluates all functions on one response. given: results of the async functions, by label.
 
-        parts: what each function gave, by label, before its weight. reward: the weighted sum. accuracy: the `acc` of
-        the first function that gives one, else 1.0 where the first function's score is positive and 0.0 where not. A
-        function that gives None or NaN finds the response unscorable: accuracy and reward are then both NaN, so that
-        the filter and the advantages leave out the same responses (a function of weight 0 is only recorded). metrics:
-        all other numbers that a function gives, as LABEL/KEY.
+        parts: score of each function by label, before its weight. reward: the weighted sum. accuracy: `acc` of the
+        first function that returns one, else 1.0 if the first function's score is positive and 0.0 if not. metrics: all
+        other numbers of the functions, as LABEL/KEY. A score of None or NaN marks the response as unscorable: accuracy
+        and reward are then both NaN, so that the filter and the advantages drop the same responses. (A function of
+        weight 0 is only recorded.)
 
-        Raises RewardFunctionError when a function raises, TypeError or ValueError when it gives no usable number.
-        MemoryError passes as it is: it is the limit of the child process, which has a verdict of its own. So does
-        SandboxError, a failure of the machinery that runs the model's programs.
+        Raises RewardFunctionError if a function raises; TypeError or ValueError if it returns no valid number.
+        MemoryError (the child's limit, reported separately) and SandboxError (a sandbox failure) pass through
+        unchanged.
         """
         parts: dict[str, float] = {}
         metrics: dict[str, float] = {}
@@ -168,7 +160,6 @@ def _call(label: str, function: LoadedFunction, source: str, text: str, truth: s
 
 
 def error_of(label: str, function: LoadedFunction, source: str, error: BaseException) -> RewardFunctionError:
-    """Returns what a person is told of an exception that a function raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == function.file]
     place = (own or frames)[-1]
@@ -179,14 +170,14 @@ def error_of(label: str, function: LoadedFunction, source: str, error: BaseExcep
 
 
 def _metrics(label: str, details: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers under names of the function's own. What is no number is its own business, and the count is
-    bounded: every name becomes a curve."""
+    """Returns the numbers under keys that are not reserved, at most `MAX_METRICS`, because each name becomes a
+    curve."""
     found: dict[str, float] = {}
     for key, value in details.items():
         if key not in RESERVED and isinstance(value, numbers.Real | np.bool_) and len(found) < MAX_METRICS:
             try:
                 number = float(value)
-            except OverflowError:  # an int of the model's may have any number of digits
+            except OverflowError:  # an int may have any number of digits
                 continue
             if math.isfinite(number):
                 found[f"{label}/{_printable(key)[:MAX_KEY_CHARS]}"] = number
@@ -198,7 +189,7 @@ def _named(label: str, function: LoadedFunction) -> str:
 
 
 def _as_float(named: str, field: str, value: Any) -> float:
-    """Returns a finite number or NaN. Numbers are bool, int, float, numpy's scalars; None is NaN."""
+    """Returns a finite number or NaN. Accepts bool, int, float and numpy scalars; None becomes NaN."""
     if value is None:
         return math.nan
     if inspect.iscoroutine(value):
@@ -208,7 +199,7 @@ def _as_float(named: str, field: str, value: Any) -> float:
             "calls"
         )
     if not isinstance(value, numbers.Real | np.bool_):
-        # A text may be the model's own words, which no log shall hold.
+        # A text may come from the model and must not be logged.
         shown = f"{type(value).__name__}" if isinstance(value, str | bytes) else reprlib.repr(value)
         raise TypeError(f"{named} gave {shown} as its {field}; give a number, or None where it cannot tell")
     try:
@@ -221,7 +212,7 @@ def _as_float(named: str, field: str, value: Any) -> float:
 
 
 def _as_share(named: str, value: Any) -> float:
-    """Returns an accuracy, 0 to 1, or NaN; a mean of several may be beyond by its rounding."""
+    """Returns an accuracy, 0 to 1, or NaN. Values outside by a rounding error are clipped."""
     number = _as_float(named, "acc", value)
     if not -ROUNDING <= number <= 1.0 + ROUNDING and not math.isnan(number):
         raise ValueError(
@@ -231,5 +222,4 @@ def _as_share(named: str, value: Any) -> float:
 
 
 def _printable(prediction: Any) -> str:
-    """Returns at most 300 characters of the prediction that any file and database can hold."""
     return printable(str(prediction)[:MAX_PREDICTION_CHARS])

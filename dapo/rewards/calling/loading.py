@@ -1,8 +1,6 @@
-"""Finds reward functions: ready ones by their short name, a person's own in a file or an importable module.
-
-In: an entry of `reward.functions`. Out: the loaded function with what its module says about it: how much of a text it
-reads, and known answers to check it with.
-"""
+"""Loads reward functions: ready ones by short name, user-defined ones from a file or an importable module. A module may
+define `READS_LAST`, `RUNS_PROGRAMS` (see `LoadedFunction`) and `canaries(name, kwargs)`, which yields known answers as
+(solution_str, ground_truth, extra_info, score)."""
 
 import copy
 import difflib
@@ -25,14 +23,14 @@ from dapo.report.redact import redacted, without_secrets
 
 READY = ("math", "math_verify", "gsm8k", "code", "format", "overlong", "judge")  # modules of this package
 PACKAGE = "dapo.rewards"
-SECTION = "reward.functions"  # where the functions of a run stand
-OWN, OWN_MODEL = "own", "judge"  # in place of the address and the name of a model that the run serves itself
-MAX_MESSAGE_CHARS = 200  # of a person's exception, which may quote the model's text
+SECTION = "reward.functions"  # configuration section of the run's functions
+OWN, OWN_MODEL = "own", "judge"  # replace URL and model name of a judge served by the run
+MAX_MESSAGE_CHARS = 200  # of an exception, which may quote the model's text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """Holds an answer whose score is known. Made by `canaries` of a reward module, scored by the child processes."""
+    """An answer with a known score. Made by `canaries` of a reward module, scored by the child processes."""
 
     solution_str: str
     ground_truth: str
@@ -42,12 +40,9 @@ class Canary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedFunction:
-    """Holds a reward function, ready to be called.
-
-    reads_last: characters at the end of a solution that it looks at (`READS_LAST` of its module); None: all of them.
-    runs_programs: whether it runs programs of the model in the sandbox (`RUNS_PROGRAMS` of its module).
-    file: where it is defined, for messages. digest: of that file. asynchronous: it is an `async def`.
-    """
+    """A reward function, ready to be called. reads_last: number of characters at the end of a solution that it reads;
+    None: all. runs_programs: whether it runs programs of the model in the sandbox. file: where it is defined, for
+    messages. digest: of that file."""
 
     call: Callable[..., Any]
     kwargs: dict[str, Any]
@@ -59,18 +54,15 @@ class LoadedFunction:
     asynchronous: bool
 
     def ask(self, source: str, text: str, truth: str, extra_info: Any) -> Any:
-        """Returns what it gives, called by keyword, as verl calls it: a person's function may order its parameters
-        otherwise. What it changes of its arguments no other function and no further call sees."""
+        """Calls the function by keyword, as verl does, because a user-defined one may order its parameters differently.
+        Arguments are copied, so that its changes do not affect other calls."""
         own = copy.deepcopy({"extra_info": extra_info, **self.kwargs})
         return self.call(data_source=source, solution_str=tail(text, self.reads_last), ground_truth=truth, **own)
 
 
 def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) -> LoadedFunction:
-    """Returns the function of an entry; index is its place in the section of the configuration.
-
-    A file is loaded under a name of its own: it shadows no module, and its folder does not enter the search path.
-    Raises ValueError naming `SECTION[index]`, the value and the remedy.
-    """
+    """Returns the function of an entry; index is its position in the section. Raises ValueError naming
+    `SECTION[index]`, the value and the remedy."""
     key = f"{section}[{index}]"
     _check_numbers(spec, key)
     module = _load_module(spec.path, f"{key}.path")
@@ -92,8 +84,8 @@ def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) 
 
 
 def with_judge(functions: Sequence[RewardFunctionConfig], judge: JudgeConfig) -> list[RewardFunctionConfig]:
-    """Returns the functions, those that are the ready `judge` with the keys of `reward.judge` as arguments, where their
-    own `kwargs` do not say otherwise: its address is `OWN` where the run starts the judge."""
+    """Returns the functions, with the keys of `reward.judge` as default `kwargs` of each ready `judge`. The URL is
+    `OWN` if the run starts the judge itself."""
     keys = asdict(judge)
     if keys.pop("engine")["path"]:
         keys |= {"url": OWN, "model": OWN_MODEL}
@@ -104,32 +96,31 @@ def with_judge(functions: Sequence[RewardFunctionConfig], judge: JudgeConfig) ->
 
 
 def tail(text: str, reads_last: int | None) -> str:
-    """Returns the last `reads_last` characters; None: all of them."""
     return text if reads_last is None else text[max(0, len(text) - reads_last) :]
 
 
 def ready_name(path: str) -> str | None:
-    """Returns `math` for `math` and for `dapo.rewards.math`; None for a person's own."""
+    """Returns `math` for `math` and for `dapo.rewards.math`; None for a user-defined function."""
     name = path.removeprefix(PACKAGE + ".")
     return name if name in READY else None
 
 
 def describe(error: BaseException) -> str:
-    """Returns type and shortened message: escaped, because it may quote the model's text, and without secrets, because
-    clients quote the header that they cannot send, and the address with its key."""
+    """Returns type and shortened message: escaped, because it may quote the model's text; without secrets, because HTTP
+    clients quote headers and URLs with keys."""
     message = without_secrets(str(error))
     short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
     return f"{type(error).__name__}: {ascii(short)[1:-1]}"
 
 
 def labels(specs: Sequence[RewardFunctionConfig], section: str = SECTION) -> tuple[str, ...]:
-    """Returns a name per function for metrics: a ready one's short name, else the function's own, or module.name where
-    several share it, as verl's convention invites."""
+    """Returns a unique name per function for metrics: a ready one's short name, else the function's name, or
+    module.name if several share it."""
     names = [ready_name(spec.path) or spec.name for spec in specs]
     found: list[str] = []
     for index, (spec, name) in enumerate(zip(specs, names, strict=True)):
         module = Path(spec.path).stem if spec.path.endswith(".py") else spec.path
-        taken = names.count(name) > 1 or name in READY or name == "reward_model"  # parts that the worker records
+        taken = names.count(name) > 1 or name in READY or name == "reward_model"  # reserved for the worker
         label = f"{module}.{spec.name}" if taken and ready_name(spec.path) is None else name
         if label in found:
             raise ValueError(
@@ -171,7 +162,6 @@ def _check_numbers(spec: RewardFunctionConfig, key: str) -> None:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Returns whether it reaches a child process unchanged."""
     try:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)
     except (TypeError, ValueError):
@@ -181,7 +171,7 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 def _check_signature(function: Callable[..., Any], spec: RewardFunctionConfig, key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a callable of another language, which has none
+    except ValueError:  # a C callable without a signature
         return
     try:
         signature.bind(data_source="", solution_str="", ground_truth="", extra_info={}, **spec.kwargs)
@@ -210,7 +200,6 @@ def _canaries(module: ModuleType, spec: RewardFunctionConfig, key: str) -> tuple
 
 
 def _load_module(path: str, key: str) -> ModuleType:
-    """Imports a ready one, a file or a dotted module. Code that ends the process at import is an import error too."""
     file = Path(path).expanduser().resolve() if path.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"`{key}` ({path!r}): there is no file {file}; give an absolute path or a dotted module")
@@ -224,8 +213,7 @@ def _load_module(path: str, key: str) -> ModuleType:
 
 
 def not_imported(key: str, path: str, error: BaseException, ready: Sequence[str]) -> str:
-    """Returns what to say of a module that cannot be imported. path: a file, or a dotted name. ready: names of modules
-    that could be given instead."""
+    """Returns the error message for a module (file or dotted name) that cannot be imported. ready: suggested names."""
     remedy = (
         f"give a Python file (*.py), a dotted module that can be imported on every node, or one of {', '.join(ready)}"
     )
@@ -240,17 +228,17 @@ def not_imported(key: str, path: str, error: BaseException, ready: Sequence[str]
 
 
 def load_file(file: Path, kind: str) -> ModuleType:
-    """Returns a file as a module of its own: it shadows no other, and its folder does not enter the search path. kind:
-    of function that it is loaded for, a part of the module's name."""
+    """Loads a file under a unique module name: it shadows no module, and its folder is not added to the search path.
+    kind: part of the module's name."""
     name = f"dapo_{kind}_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     return run_module(importlib.util.spec_from_file_location(name, file))
 
 
 def run_module(spec: ModuleSpec | None) -> ModuleType:
-    """Returns the module that a specification describes, executed. Raises what its code raises, and then forgets it."""
+    """Executes and returns a module. If its code raises, the module is removed from `sys.modules` again."""
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.modules[spec.name] = module  # needed by dataclasses and pickle
     try:
         spec.loader.exec_module(module)
     except BaseException:

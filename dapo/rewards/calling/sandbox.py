@@ -1,9 +1,6 @@
-"""Limits what a reward child may use: memory, files, and, where the kernel grants it, no process and no network.
-
-In: `LimitsConfig`. Out: the calling process limited for good, and the names of what the kernel granted. CPU time is a
-timer per item (`fork_server.py`) and wall-clock time the parent's business. seccomp(2) needs no privilege, works in
-containers, and holds for root, for whom RLIMIT_NPROC does nothing.
-"""
+"""Limits what a reward child may use: memory, files and, if the kernel allows it, no new processes and no network. CPU
+time is limited by a timer per item (`fork_server.py`), wall-clock time by the parent. seccomp(2) needs no privilege,
+works in containers and also restricts root, unlike RLIMIT_NPROC."""
 
 import errno
 import os
@@ -28,15 +25,15 @@ _CALLS = {
     | {"clone": 220, "clone3": 435, "socket": 198, "io_uring_setup": 425},
 }
 _PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "ptrace", "process_vm_writev")
-_NETWORK_CALLS = ("socket", "io_uring_setup")  # a ring opens sockets behind the filter's back
+_NETWORK_CALLS = ("socket", "io_uring_setup")  # io_uring opens sockets without the filtered call
 
 
 def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str]:
-    """Limits this process for good. Returns what the kernel granted of `processes` and `network`."""
+    """Limits this process permanently. Returns which of `processes` and `network` the kernel now denies."""
     kernel.die_with(os.getppid())
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file beyond the limit is an OSError
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file above the limit raises OSError
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, a child goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes children first
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_NOFILE, open_files)
     lower_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
@@ -48,8 +45,8 @@ def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str
 
 
 def _program(machine: str, denied: list[str]) -> list[bytes]:
-    """Returns a filter by which denied calls fail with EPERM; a new thread is no new process. clone3 hides its flags
-    from a filter: ENOSYS sends the C library back to clone."""
+    """Returns a filter that fails denied calls with EPERM but allows new threads. clone3 hides its flags from a filter:
+    ENOSYS makes the C library fall back to clone."""
     numbers = _CALLS[machine]
     refuse = step(RETURN, ERRNO | errno.EPERM)
     code = [step(LOAD, bpf.ARCHITECTURE), step(JUMP_EQUAL, bpf.AUDIT[machine], 1, 0), refuse, step(LOAD, bpf.NUMBER)]

@@ -1,9 +1,9 @@
-"""Calls a person's reward function on two made-up responses before any worker starts: what it raises, or gives in place
-of a number, would be found only after all engines have.
+"""Calls a user-defined reward function on two made-up responses before any worker starts, so that errors and invalid
+scores are found before all engines have started.
 
     driver ──entry of `reward.functions`, a row, limits──▶ python -m dapo.rewards.calling.tried ──what it gave──▶ driver
 
-The process is limited as a child of a reward worker is, and ends with the try.
+The process has the limits of a reward worker's child and ends after the test.
 """
 
 import json
@@ -21,26 +21,24 @@ from dapo.config.sandbox import SandboxConfig
 from dapo.rewards.calling import sandbox
 from dapo.rewards.calling.functions import RewardFunctions
 
-START_S = 60.0  # to load the function, which the driver has loaded before
-TOKENS = 4  # of the made-up responses
+START_S = 60.0  # time to load the function
+TOKENS = 4  # length of the made-up responses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Holds what a function is given of a row beside the response."""
-
     data_source: str
     ground_truth: str
     extra_info: dict[str, Any]
 
 
 def texts(row: Row) -> dict[str, str]:
-    """Returns the responses by what they are."""
     return {f"the answer {f'Answer: {row.ground_truth}'[:60]!r}": f"Answer: {row.ground_truth}", "an empty answer": ""}
 
 
 def doubts(spec: RewardFunctionConfig, row: Row, limits: LimitsConfig, key: str) -> Iterator[tuple[bool, str]]:
-    """Yields a line for what a function does not score, and whether it fails at every try. key: of its entry."""
+    """Yields (whether the function fails on every response, message) for each response without a score. key: of its
+    entry."""
     asked = {"spec": asdict(spec), "row": asdict(row), "limits": asdict(limits)}
     command, tried = [sys.executable, "-m", "dapo.rewards.calling.tried"], texts(row)
     seconds = START_S + len(tried) * limits.wall_s
@@ -73,9 +71,8 @@ def doubts(spec: RewardFunctionConfig, row: Row, limits: LimitsConfig, key: str)
 
 
 def main() -> None:
-    """Reads what to try, and writes a line of JSON for each response."""
     asked, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the function prints is none of our lines
+    os.dup2(2, 1)  # keeps the function's prints out of our output
     row = Row(**asked["row"])
     limits = LimitsConfig(**{**asked["limits"], "sandbox": SandboxConfig(**asked["limits"]["sandbox"])})
     functions = RewardFunctions([RewardFunctionConfig(**asked["spec"])])

@@ -1,1 +1,1 @@
-"""Reads an answer out of a response, and says whether two answers, or an output and the expected one, are the same."""
+"""Extracts answers from responses and compares answers, or a program's output, with the expected ones."""

@@ -1,8 +1,6 @@
-"""Finds the answer of a solution, reads it, and says whether it is the ground truth.
-
-The answer follows the last `Answer:` in the last 300 characters (DAPO's rule, paper section 2.4) or, where there is
-none, is what the last \\boxed{...} there holds. Work is bounded by those 300 characters, whatever they are.
-"""
+"""Finds the answer of a solution, parses it, and compares it with the ground truth. The answer follows the last
+`Answer:` in the last 300 characters (DAPO's rule, paper section 2.4), or else is the content of the last \\boxed{...}
+there. The limit of 300 characters bounds the work."""
 
 import json
 import re
@@ -38,11 +36,11 @@ from dapo.rewards.reading.spelling import (
 from dapo.rewards.reading.symbols import as_latex
 from dapo.rewards.reading.units import unit
 
-TAIL_CHARS = 300  # where the answer is looked for
-MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
+TAIL_CHARS = 300  # only this part of a solution is searched
+MAX_TRUTH_CHARS = 1000  # longer than any answer in the tail
 
 _LABEL = re.compile(r"answer[\s*_`]*[:\uff1a]", re.IGNORECASE)
-# Alone on its line, set as a heading: **Answer**, ### Final Answer.
+# A heading alone on its line: **Answer**, ### Final Answer.
 _HEADING = re.compile(
     r"^[ \t]*(?:#{1,6}[ \t]+(?:\*\*|__)?|\*\*|__)(?:the[ \t]+)?(?:final[ \t]+)?answer(?:\*\*|__)?[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
@@ -65,7 +63,7 @@ _RATIO = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
 _CAPITALIZED = re.compile(r"N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,}")
 _CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2})([ap])\.?m\.?", re.IGNORECASE)
 
-# What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
+# Placeholders for "no answer" from scorers, tables or the prompt's example; never correct.
 _SENTINELS = frozenset(
     ["invalid", "invalidanswer", "noanswer", "unscorable", "none", "null", "nan", "\ufffd"]
     + ["answer", "theanswer", "youranswer", "finalanswer"]
@@ -75,14 +73,13 @@ _UPPER_SENTINELS = ("N/A", "NA", "<NA>", "NaT")  # n/a is a fraction
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Holds one answer as it was understood. Made by `read`; compared by `agree`.
+    """A parsed answer. Made by `read`; compared by `agree`.
 
-    dapo, careful: its two spellings. value: its exact number, else None. several: it is a list of answers, and items
-    their spelling, "" for one answer. nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to
-    9; it is then never right.
-    shown: what is recorded of it, printable: its spelling; of a list, which a spelling might shorten to one item, the
-    whole text. relation: of an equation or inequality, its spelling as a whole; "" for a value. unit: behind its
-    number. inner: what it is with more around it, 5 of `5 apples`, C and 42 of `(C) 42`.
+    dapo, careful: its two spellings. value: its exact number, else None. several: whether it is a list of answers.
+    items: spelling of a list's items, "" for one answer. nothing: it is empty, a word such as [INVALID], or has digits
+    other than 0 to 9, so it is never correct. shown: the text to record, printable; of a list, the whole text.
+    relation: spelling of an equation or inequality as a whole; "" for a value. unit: unit of the number. inner: the
+    parts that may be the answer alone, 5 of `5 apples`, C and 42 of `(C) 42`.
     """
 
     dapo: str
@@ -101,12 +98,9 @@ NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, items="", no
 
 
 def find_answer(solution: str) -> str:
-    """Returns the text of the answer, as it was written, or "".
-
-    After the last label with something behind it, the first line that holds more than markup: a display formula may
-    follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, with those on its
-    line that it is joined with (`last_answer`); so it is with labels.
-    """
+    """Returns the text of the answer as written, or "". It is the first line with more than markup after the last label
+    that has one (a display formula may follow the colon). Labels have precedence over boxes, as in DAPO's prompt. The
+    last label or box counts, with those on its line that it is joined with (`last_answer`)."""
     tail = braced(solution[-TAIL_CHARS:])
     for start in _begins(tail):
         for line in map(_without_braces, tail[start:].split("\n")):
@@ -120,7 +114,8 @@ def find_answer(solution: str) -> str:
 
 
 def _begins(tail: str) -> list[int]:
-    """Returns where the text behind each label begins, the last one first; of `Answer: 41 or Answer: 42` the first."""
+    """Returns where the text after each label begins, last label first; of `Answer: 41 or Answer: 42` only the
+    first."""
     begins: list[int] = []
     for label in _LABEL.finditer(tail):
         if not (begins and joins_labels(tail[begins[-1] : label.start()])):
@@ -129,8 +124,7 @@ def _begins(tail: str) -> list[int]:
 
 
 def _without_braces(line: str) -> str:
-    """Returns the line without the braces at its beginning and end that close those around its label:
-    `\\textbf{Answer:} 42`."""
+    """Removes unmatched closing braces at both ends of the line, which belong to the label: `\\textbf{Answer:} 42`."""
     missing = line.count("}") - line.count("{")
     if missing > 0 and (before := _CLOSED_BEFORE.match(line)):
         line, missing = line[before.end() :], missing - 1
@@ -140,10 +134,8 @@ def _without_braces(line: str) -> str:
 
 
 def read(text: str) -> Reading:
-    """Returns how an answer's text is understood, in a solution and in the data alike.
-
-    DAPO's spelling decides the number where it is one, so that all answers that its rule accepts are accepted.
-    """
+    """Parses an answer's text; used for both solutions and ground truths. If DAPO's spelling is a number, that is the
+    value, so that every answer that DAPO's rule accepts is accepted."""
     if not text.isascii() and any(char.isdecimal() and not char.isascii() for char in text):
         return NO_ANSWER
     text = as_written(text)
@@ -152,10 +144,8 @@ def read(text: str) -> Reading:
 
 
 def _inner(text: str, whole: Reading) -> Iterator[Reading]:
-    """Yields the readings of what a text is with more around it: a number, a choice, of a sentence and of a choice
-    anything."""
     if whole.value is not None and "$" not in text and "{" not in whole.careful:
-        return  # a number says no more
+        return  # nothing but a number
     repeating = repeating_decimal(whole.careful)
     for part in (repeating,) if repeating else inner_answers(text, several=whole.several):
         inner = _read(part)
@@ -174,7 +164,7 @@ def _read(text: str) -> Reading:
     value, shown = plain_number(dapo), dapo
     if value is None:
         value, shown = number(careful), careful
-    if value is None and not has_separator(text):  # in `x = 4, y = (5)` it is one of two
+    if value is None and not has_separator(text):  # not for one of two values: `x = 4, y = (5)`
         value = enclosed_number(careful)
     return Reading(
         dapo=dapo,
@@ -190,7 +180,7 @@ def _read(text: str) -> Reading:
 
 
 def _one_of_all(text: str) -> Reading | None:
-    """Returns the reading of a list whose items are the same answer, 1/2 or 0.5; None for any other."""
+    """Returns the reading of a list whose items are all the same answer (1/2 or 0.5), else None."""
     first, *others = [*map(_read, alternatives(text))] or [NO_ANSWER]
     one = all(not other.several and other.unit == first.unit and _same(other, first) for other in others)
     return first if others and not first.several and one else None
@@ -202,8 +192,8 @@ def _read_list(text: str) -> Reading:
 
 
 def as_written(text: str) -> str:
-    """Returns an answer's text in one way of writing: dollars for all math delimiters, braces in all boxes, commands
-    for Unicode mathematics; and without special tokens, a courtesy at its end, and the decimal that it is about."""
+    """Normalizes an answer's text: dollars for all math delimiters, braces in all boxes, commands for Unicode
+    mathematics; removes special tokens, closing phrases, and the decimal approximation of an exact value."""
     text = as_latex(without_tokens(text))
     if ending := _ENDING.search(text, max(0, len(text) - ENDING_CHARS)):
         text = text[: ending.start()]
@@ -213,7 +203,7 @@ def as_written(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def read_truth(text: str) -> Reading:
-    """Reads a ground truth, which all responses of a group share."""
+    """Parses a ground truth; cached, because all responses of a group share it."""
     text = truth_text(text)
     truth = read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
     if repeating := repeating_decimal(truth.careful):
@@ -224,15 +214,14 @@ def read_truth(text: str) -> Reading:
 
 
 def truth_text(text: str) -> str:
-    """Returns the text in a JSON list of one, `34` for `["34"]`, as some data sets write ground truths, and the first
-    one of a list whose texts are the same answer; else as is: which of several is right, it does not say."""
+    """Returns the text of a ground truth that is a JSON list of one (`["34"]`), or the first of a list whose texts are
+    all the same answer; any other text unchanged."""
     texts = truth_texts(text)
     first = read(texts[0]) if len(texts) > 1 else NO_ANSWER
     return texts[0] if all(_same(read(other), first) for other in texts[1:]) else text
 
 
 def truth_texts(text: str) -> list[str]:
-    """Returns the texts of a JSON list of texts; the text alone where it is none."""
     try:
         return list(json.loads(text)) if len(text) <= MAX_TRUTH_CHARS and _TEXTS_OF_JSON.fullmatch(text) else [text]
     except json.JSONDecodeError:
@@ -240,9 +229,9 @@ def truth_texts(text: str) -> list[str]:
 
 
 def agree(answer: Reading, truth: Reading) -> bool:
-    """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling, of a
-    word without regard to a capital at its beginning; a list item by item, in order; never with different units. Of one
-    of them it may be an inner reading, of the truth where that is a number."""
+    """Whether two readings are the same answer: by value if both are numbers, else by spelling (ignoring a word's
+    initial capital), lists item by item in order. Different units never agree. One side may be an inner reading; an
+    inner reading of the ground truth must be a number."""
     if answer.unit and truth.unit and answer.unit != truth.unit:
         return False
     if any(_same(reading, truth) for reading in (answer, *answer.inner)):
@@ -265,15 +254,14 @@ def _same(answer: Reading, truth: Reading) -> bool:
 
 
 def _uncapitalized(text: str) -> str:
-    """Returns `yes` for `Yes` and `YES`, 3:45pm for 3:45 P.M.; a single letter, an order of points and a product such
-    as AB keep theirs."""
+    """Returns `yes` for `Yes` and `YES`, 3:45pm for 3:45 P.M.; single letters and products such as AB stay
+    unchanged."""
     if clock := _CLOCK.fullmatch(text):
         return f"{clock[1]}{clock[2].lower()}m"
     return text.lower() if _CAPITALIZED.fullmatch(text) else text
 
 
 def _says_something(line: str) -> bool:
-    """Returns whether a line holds more than white space and markup."""
     if not line or line.isspace():
         return False
     return bool(_DIGIT.search(line) or careful_spelling(line)) or any(map(str.isalnum, dapo_spelling(line)))

@@ -1,8 +1,5 @@
-"""Finds the answer in a text that says more: a choice before its text, a number with what it counts, a final sentence.
-
-In: the text of one answer, with dollars for all math delimiters. Out: the part that is the answer, which the caller
-compares only with a text that is such a part alone: 5 apples are 5, and 5 oranges are 5, but 5 apples are no 5 oranges.
-"""
+"""Finds the answer inside a longer text: a choice before its text, a number with what it counts, a final sentence. The
+caller compares the part only with a text that is such a part alone: `5 apples` matches 5, but not `5 oranges`."""
 
 import re
 from fractions import Fraction
@@ -10,7 +7,7 @@ from fractions import Fraction
 from dapo.rewards.reading.relations import is_name
 from dapo.rewards.reading.spelling import careful_spelling, formula, number, unwrapped
 
-# Words that take back what is said, or offer something else.
+# Words that retract an answer or offer another one.
 _TAKES_BACK = (
     r"(?<![A-Za-z])(?:not|never|neither|nor|or|but|either|except|unless|if|whether|maybe|perhaps|possibly|probably|might"
     r"|may|could|cannot|guess|doubt|wrong|incorrect|isn|wasn|aren|don|doesn|rather|instead|than|vs|versus|is|are|was"
@@ -67,7 +64,7 @@ _SENTENCE = re.compile(
     r"\s+(?P<claim>\S+(?:\s\S+)?)",
     re.IGNORECASE,
 )
-# What stands for a decimal only about, and a decimal with its unit and markup.
+# Words for an approximate value; a decimal with its unit and markup.
 _ABOUT = re.compile(
     r"(?<![A-Za-z\\])(?:approximately(?![A-Za-z])|approx(?![A-Za-z])\.?)|\\(?:simeq|thickapprox|doteq)(?![A-Za-z])",
     re.IGNORECASE,
@@ -80,19 +77,19 @@ _BEFORE_ABOUT = re.compile(r"(?:\s|,|\(|(?<![A-Za-z])(?:or|which\s+is|that\s+is|
 _EXACT = re.compile(r"/|\^|\\(?:[dtc]?frac|sqrt|pi|log|ln|sin|cos|tan|overline|bar)(?![A-Za-z])")
 _IS = re.compile(r"(?<![A-Za-z])(?:is|are|equals)[\s$]*$")
 _LETTER_FIRST = re.compile(r"^[^A-Z]*[A-J]")
-# Of units that are letters, and hence factors elsewhere, those that are set as text.
+# Units that are single letters count only in text commands; elsewhere they may be factors.
 UNIT_AS_TEXT = re.compile(
     r"(?:\\[,;: ]|[\s~])*\\(?:text|textnormal|textrm|mathrm|mbox)"
     r"\s*\{\s*(?:[kcmd]?[mgslL]|h|ft|in|mi|yd|N|J|W|V|A|K|Pa|Hz)"
     r"(?:/(?:s|min|h|hr))?\s*\}(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?=[\s.$}]*$)"
 )
-_NO_CLAIM = re.compile(r"(?<!frac)(?<=[A-Za-z])\s*[0-9]")  # of 3 cm 4 the unit is no unit
+_NO_CLAIM = re.compile(r"(?<!frac)(?<=[A-Za-z])\s*[0-9]")  # a number after a word: 3 cm 4
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}")
 
 
 def inner_answers(text: str, *, several: bool) -> tuple[str, ...]:
-    """Returns the parts that are the answer, of a choice its letter and its text; none where there is but the whole.
-    several: the text looks like a list, as `The sum of m and n is 34` does."""
+    """Returns the parts that are the answer (for a choice: its letter and its text); none if only the whole is.
+    several: whether the text looks like a list, as `The sum of m and n is 34` does."""
     flat = _flat(text)
     if (sentence := _SENTENCE.fullmatch(flat)) and not _HEDGE.search(sentence["about"] or ""):
         claim = sentence["claim"].rstrip(",")
@@ -110,14 +107,14 @@ def inner_answers(text: str, *, several: bool) -> tuple[str, ...]:
 
 
 def choice_text(text: str) -> str:
-    """Returns the text behind the letter of a choice, \\sqrt{2} of `(C) \\sqrt{2}`; any other text as it is."""
+    """Returns the text after the letter of a choice, \\sqrt{2} of `(C) \\sqrt{2}`; any other text unchanged."""
     choice = _CHOICE.fullmatch(_flat(text)) if _LETTER_FIRST.search(text) else None
     return choice["text"] if choice and choice["text"] and not _OTHER_CHOICE.search(choice["text"]) else text
 
 
 def only_exact(text: str) -> str:
-    """Returns the text without the decimal that an exact value is about: \\frac{1}{3} of `\\frac{1}{3} \\approx 0.333`;
-    with `=` where only a name stands before it. What is said of a decimal, 33.6 \\approx 34, is left alone."""
+    """Removes the decimal approximation of an exact value: \\frac{1}{3} of `\\frac{1}{3} \\approx 0.333`. If only a
+    name precedes it, writes `=` instead. An approximation of a decimal, 33.6 \\approx 34, stays unchanged."""
     text = _ABOUT.sub(r"\\approx ", text)
     before, about, behind = text.rpartition("\\approx")
     found = _DECIMAL.fullmatch(behind) if about else None
@@ -145,7 +142,7 @@ def _without_unit(text: str) -> str:
 
 
 def repeating_decimal(text: str) -> str:
-    """Returns the fraction that a repeating decimal is in a careful spelling, 1/3 for 0.\\overline{3}; "" for all
+    """Returns the fraction of a repeating decimal in a careful spelling, 1/3 for 0.\\overline{3}; "" for anything
     else."""
     if "{" not in text or not (found := _REPEATING.fullmatch(text)):
         return ""
@@ -156,7 +153,7 @@ def repeating_decimal(text: str) -> str:
 
 
 def _flat(text: str) -> str:
-    """Returns a text on one line, without box, markup, dollars, text commands and the dot at its end."""
+    """Returns the text on one line, without box, markup, dollars, text commands and final dot."""
     if box := _BOX_ALONE.fullmatch(text):
         text = box[1]
     text = _SPACE.sub(" ", _MARKS.sub("", unwrapped(text)))

@@ -1,21 +1,18 @@
-"""Reads the tests of a programming problem, and compares what a program gave with what they expect.
-
-In: a ground truth as JSON. Out: tests; and whether an output or a result, which the program may have made up as it
-liked, is the expected one. Nothing that a program gives makes this fail.
-"""
+"""Parses the tests of a programming problem and compares a program's results with the expected ones. The results are
+adversarial; none of them makes the comparison raise."""
 
 import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
-RELATIVE, ABSOLUTE = 1e-6, 1e-9  # by which decimal fractions may differ: as a share, or where they are near 0
+RELATIVE, ABSOLUTE = 1e-6, 1e-9  # tolerances of decimal fractions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTest:
-    """Holds one test. stdin: what the program reads. function, arguments: the call instead, "" without one. expected:
-    the text that it writes, or the value that it returns."""
+    """One test. stdin: input of the program. function, arguments: the call to make instead; function "": none.
+    expected: the text to write, or the value to return."""
 
     stdin: str
     function: str
@@ -24,12 +21,10 @@ class CodeTest:
 
 
 def read_tests(ground_truth: Any) -> list[CodeTest]:
-    """Returns the tests of a ground truth: an object with `inputs` and `outputs` of the same length, as JSON or read.
-
+    """Returns the tests of a ground truth: an object, or its JSON, with `inputs` and `outputs` of the same length.
     Without `fn_name`, each input and output is a text or a list of lines. With it, an input is the list of arguments
-    and its output the value that is returned; or both are texts of JSON, the arguments one a line. Raises ValueError
-    that says what is wrong.
-    """
+    and its output the return value; or both are JSON texts, with one argument per line. Raises ValueError if
+    malformed."""
     truth = _json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, dict) or not all(isinstance(truth.get(key), list) for key in ("inputs", "outputs")):
         raise ValueError(
@@ -53,14 +48,14 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
 
 
 def agrees(output: str, expected: str) -> bool:
-    """Returns whether both texts have the same words, line by line; white space at the ends of lines and empty lines at
-    the end do not count, and decimal fractions may differ by rounding."""
+    """Whether both texts have the same words, line by line. Trailing white space and trailing empty lines are ignored,
+    and decimal fractions may differ by rounding."""
     got, wanted = _words(output), _words(expected)
     return len(got) == len(wanted) and all(map(_same_line, got, wanted))
 
 
 def returned(result: str, expected: Any) -> bool:
-    """Returns whether JSON text is the expected value, or, as some data sets have it, the one value of a list."""
+    """Whether a JSON text is the expected value or, as in some data sets, the only item of an expected list."""
     try:
         value = json.loads(result)
         return _same(value, expected) or (
@@ -94,7 +89,7 @@ def _value(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:  # a text as it is
+    except ValueError:  # plain text
         return value
 
 
@@ -111,12 +106,10 @@ def _same_word(got: str, wanted: str) -> bool:
 
 
 def _is_fraction(word: str) -> bool:
-    """Returns whether a word is a number for which rounding matters."""
     return not math.isnan(_number(word)) and not word.lstrip("+-").isdecimal()
 
 
 def _number(word: str) -> float:
-    """Returns NaN for what is no number in plain digits."""
     if not word.isascii() or "_" in word or not any(char.isdigit() for char in word):
         return math.nan
     try:
@@ -130,7 +123,6 @@ def _close(got: float, wanted: float) -> bool:
 
 
 def _same(got: Any, wanted: Any) -> bool:
-    """Compares values of JSON."""
     if isinstance(got, list) and isinstance(wanted, list):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
     if isinstance(got, dict) and isinstance(wanted, dict):

@@ -1,7 +1,5 @@
-"""Writes inequalities in one letter as intervals: x < 1 or x >= 2 in, (-\\infty,1)\\cup[2,\\infty) out.
-
-The library compares the two only where the ground truth is one inequality. What reads otherwise is left alone.
-"""
+"""Writes inequalities in one letter as intervals: x < 1 or x >= 2 becomes (-\\infty,1)\\cup[2,\\infty). math-verify
+compares the two only if the ground truth is a single inequality."""
 
 import re
 
@@ -13,18 +11,18 @@ _NAMES |= {"<": r"\\lt(?![A-Za-z])", ">": r"\\gt(?![A-Za-z])"}
 _SIGN = re.compile(r"([<>]=?)")
 _LETTER = re.compile(r"[A-Za-z]")
 _NO_VALUE = re.compile(r"[=,;()\[\]]|^\s*$|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-# What can be nothing but intervals: (1,2) may be a point.
+# Intervals, but (1,2) may be a point.
 _INTERVAL = r"(?:\\left ?)?[(\[][^()\[\],]+,[^()\[\],]+(?:\\right ?)?[)\]]"
 _SET = re.compile(rf"{_INTERVAL}(?:\s*\\cup\s*{_INTERVAL})*")
 
 
 def is_of_intervals(latex: str) -> bool:
-    """Returns whether an expression is an interval, or several with \\cup between, and no point or vector."""
+    """Whether an expression is an interval, or several joined by \\cup, and cannot be a point or vector."""
     return bool(_SET.fullmatch(latex)) and any(mark in latex for mark in ("\\infty", "\\cup", "[", "]"))
 
 
 def as_intervals(text: str) -> str:
-    """Returns the intervals that inequalities with `or` between leave to their letter; "" for all else."""
+    """Returns inequalities joined by `or` as intervals; "" for anything else."""
     text = unwrapped(formula(text, right_side=False)).replace("$", " ").rstrip(" .")
     for sign, names in _NAMES.items():
         text = re.sub(names, sign, text)
@@ -34,7 +32,6 @@ def as_intervals(text: str) -> str:
 
 
 def _interval(inequality: str) -> tuple[str, str]:
-    """Returns the letter of an inequality and the interval; two empty texts where it is none."""
     parts = [part.strip() for part in _SIGN.split(inequality)]
     places = [place for place in range(0, len(parts), 2) if _LETTER.fullmatch(parts[place])]
     if len(parts) not in (3, 5) or len(places) != 1 or (len(parts) == 5 and places != [2]):

@@ -1,8 +1,6 @@
-"""Lets through LaTeX that a computer algebra system may see: short, flat, of known commands, with small numbers.
-
-A power tower, a factorial, 60 parentheses or a matrix of 30,000 columns fit in one line and hang or fill a process.
-What passes is parsed and simplified in milliseconds; the few that are not are what the limits of the child are for.
-"""
+"""Accepts only LaTeX that is safe for a computer algebra system: short, flat, known commands, small numbers. A power
+tower, a factorial, 60 parentheses or a matrix of 30,000 columns fit in one line and hang a process or exhaust its
+memory. Accepted expressions usually take milliseconds; the child's limits handle the exceptions."""
 
 import math
 import re
@@ -10,16 +8,16 @@ import re
 MAX_CHARS = 200
 MAX_DEPTH = 6  # of brackets of all kinds
 MAX_DIGITS = 15  # of one number
-MAX_EXPONENT = {"number": 1000, "letter": 100, "group": 20}  # by what it stands on: 2^n (per digit), x^n, (x+1)^n
+MAX_EXPONENT = {"number": 1000, "letter": 100, "group": 20}  # by base: 2^n (per digit), x^n, (x+1)^n
 MAX_EXPONENTS = 20_000  # the product of all exponents above 10
-MAX_COSTLY = 8  # roots, fractions and functions together: each may double what simplification tries
+MAX_COSTLY = 8  # roots, fractions and functions: each may double the work of simplification
 MAX_LETTERS = 6  # different variables
 MAX_ITEMS = 24  # of a list, set, tuple or matrix
 
 _CHARS = re.compile(r"[A-Za-z0-9 +\-*/^_=<>()\[\]{}|,.;&\\%]*")
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
-_SCIENTIFIC = re.compile(r"[0-9.] ?[eE] ?[+-]? ?[0-9]")  # 1E+999999999 is written out by sympy
+_SCIENTIFIC = re.compile(r"[0-9.] ?[eE] ?[+-]? ?[0-9]")  # sympy expands 1E+999999999
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _LETTER = re.compile(r"[A-Za-z]")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end) ?\{(?:[pbv]?matrix)\}")
@@ -37,7 +35,7 @@ _COMMANDS = _COSTLY.union(
 
 
 def is_tame(latex: str) -> bool:
-    """Returns whether an expression may be parsed. Linear in its length, but for a scan of each exponent."""
+    """Whether an expression may be parsed. Linear in its length, except for a scan of each exponent."""
     if len(latex) > MAX_CHARS or not latex or not _CHARS.fullmatch(latex):
         return False
     bare, environments = _ENVIRONMENT.subn(" ", latex)
@@ -58,7 +56,7 @@ def is_tame(latex: str) -> bool:
 
 
 def _is_flat(latex: str) -> bool:
-    """Returns whether brackets are closed and at most MAX_DEPTH deep; half-open intervals may mix ( with ]."""
+    """Whether brackets are balanced and at most MAX_DEPTH deep; half-open intervals may mix ( with ]."""
     depth = bars = 0
     for char in latex:
         if char in "([{":
@@ -75,7 +73,7 @@ def _is_flat(latex: str) -> bool:
 
 
 def _powers_are_small(latex: str) -> bool:
-    """Returns whether there is no tower, no large exponent and no large product of exponents, as in
+    """Whether there is no power tower, large exponent or large product of exponents, as in
     ((2^{900}+1)^{20}+1)^{20}."""
     total = 1.0
     for match in re.finditer(r"\^", latex):
@@ -86,7 +84,7 @@ def _powers_are_small(latex: str) -> bool:
         before = latex[: match.start()].rstrip()
         digits = len(before) - len(before.rstrip("0123456789"))
         limit = MAX_EXPONENT["number" if digits else "letter" if _stands_on_letter(before) else "group"]
-        # Multiplied, because 9^{99 \cdot 99 \cdot 99} has small numbers only.
+        # Multiplied, because 9^{99 \cdot 99 \cdot 99} only has small numbers.
         values = re.findall(r"[0-9]+(?:\.[0-9]+)?", exponent.replace(" ", ""))
         value = math.prod(max(float(one), 1.0) for one in values)
         total *= value if value > 10 else 1.0
@@ -100,7 +98,6 @@ def _stands_on_letter(before: str) -> bool:
 
 
 def _argument(text: str) -> str:
-    """Returns what an exponent holds: a group in braces, a command or one character."""
     text = text.lstrip()
     if not text.startswith("{"):
         match = re.match(r"\\[A-Za-z]+|.", text)

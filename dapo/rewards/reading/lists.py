@@ -1,8 +1,5 @@
-"""Tells one answer from a list of answers, and spells a list.
-
-In: the text of an answer, with dollars for all math delimiters. Out: whether it lists several, and one spelling however
-they are joined. A list is compared as a whole: if one item could stand for it, every guess would be right.
-"""
+"""Detects lists of answers and normalizes them, independent of how the items are joined. A list is compared as a whole:
+if a single item could match, every guess in a list would be correct."""
 
 import re
 
@@ -12,14 +9,14 @@ _OR_AND = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE)
 _OR = re.compile(r"(?<=[\s$}])or(?=[\s$\\{])", re.IGNORECASE)
 _AND = re.compile(r"(?<![A-Za-z])and(?![A-Za-z])|;|\\q?quad", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![0-9])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# A clause in front that says what two names stand for, without a number: m and n are coprime, so m+n = 113.
+# A leading clause about names, without a number: m and n are coprime, so m+n = 113.
 _NAME = r"\$?[a-z]\$?"
 _ABOUT_NAMES = re.compile(
     rf"[\s*_]*(?:(?:where|since|because|as|with|if)\s+)?{_NAME}(?:,\s*{_NAME})*,?\s+and\s+{_NAME}\s+are\s+"
     r"(?:(?!(?:or|and)(?![a-z]))[a-z-]++\s*+)++,(?=[^,;=]*=[\s$]*(?:\\f?boxed\s*\{\s*)?[-+]?[0-9])",
     re.IGNORECASE,
 )
-# What says nothing of its own beside a box: words but `or`, and marks.
+# Text beside a box that is not an answer: marks, and words other than `or`.
 _REMARK = re.compile(
     r"(?:[\s.,;:!*_$'\u2019]|(?<![A-Za-z])(?:(?!or(?![A-Za-z]))[A-Za-z]{2,}+|a(?![A-Za-z])))*+", re.IGNORECASE
 )
@@ -34,9 +31,9 @@ _NUMBER_FORMULA = re.compile(r"\$\s*([-+]?[0-9][0-9.,]*)\s*\$")
 _QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
 _IN_BRACKETS = re.compile(r"\([^()]*\)|\[[^\[\]]*\]")
 _DIGIT = re.compile(r"[0-9]")
-_DIGIT_OR_LETTER = re.compile(r"[0-9]|^[^A-Za-z]*[A-Za-z][^A-Za-z]*$")  # a number, or a choice such as (C)
-_NEGATIVE_SPACE = re.compile(r",\\!\s*")  # in thousands: 32,\! 349
-# Parts that say nothing but (3,4), z = (3,4), or (5).
+_DIGIT_OR_LETTER = re.compile(r"[0-9]|^[^A-Za-z]*[A-Za-z][^A-Za-z]*$")  # a number or a choice such as (C)
+_NEGATIVE_SPACE = re.compile(r",\\!\s*")  # thousands separator: 32,\! 349
+# Parts that are only (3,4), z = (3,4), or (5).
 _NAMED = r"[\s$*]*(?:\\?[A-Za-z]{1,8}(?:_\{?[0-9A-Za-z]\}?)?\s*=)?[\s$*]*"
 _TUPLE = re.compile(_NAMED + r"[(\[][^()\[\]]*,[^()\[\]]*[)\]][\s$*.]*")
 _ENCLOSED = re.compile(_NAMED + r"\((?:[^(),]*[0-9][^(),]*|\s*[A-J]\s*)\)[\s$*.]*")
@@ -47,14 +44,14 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _HEDGED = r"(?<![A-Za-z])(?:or|and)(?:\s+(?:maybe|perhaps|possibly|probably|even|also|else|then|just))*[^A-Za-z]*$"
 _BEGINS_WITH_OR = re.compile(r"[^A-Za-z.!?]*(?:or|and)(?![A-Za-z])", re.IGNORECASE)
 _ENDS_WITH_OR = re.compile(_HEDGED, re.IGNORECASE)
-# Between boxes for several cases, for even n and for odd ones; a step that goes on to the next box has a verb or `so`.
+# Text between boxes of several cases (even n, odd n). A solution step has a verb or `so` instead.
 _CASES = re.compile(
     r"[^A-Za-z.!?]*(?:but\s+)?(?:also|alternatively|as\s+well\s+as|otherwise|for|if|when|where)(?![A-Za-z])"
     r"(?:(?!(?<![A-Za-z])(?:so|thus|hence|therefore|then|gives|we|get|yields|wait|(?:is|are)(?=[^A-Za-z]*$))"
     r"(?![A-Za-z]))[^.!?:])*+$",
     re.IGNORECASE,
 )
-# Between two labels on a line: 41 or Answer: 42.
+# Text between two labels on a line: 41 or Answer: 42.
 _JOINS_LABELS = re.compile(
     r"(?:[,;/]|(?<![A-Za-z])(?:or|and)(?:\s+(?:the|my|final|maybe|perhaps|possibly|probably|another|alternative))*)"
     r"[\s*_`$]*$",
@@ -65,11 +62,9 @@ _ITEM = re.compile(r"[0-9]|(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
 
 
 def last_answer(line: str) -> str:
-    """Returns what counts of a line with boxes: the last one, and those that it is joined with as an alternative.
-
-    `\\boxed{41} or \\boxed{42}` are two answers; of `\\boxed{41}. Wait, that is wrong: \\boxed{42}` the last counts.
-    Of boxes within a box the outer one counts: `\\boxed{41 or \\boxed{42}}`.
-    """
+    """Returns the last box of a line, with the boxes that it is joined with as alternatives. `\\boxed{41} or
+    \\boxed{42}` are two answers; of `\\boxed{41}. Wait, that is wrong: \\boxed{42}` the last counts. Of nested boxes
+    the outer one counts: `\\boxed{41 or \\boxed{42}}`."""
     found = boxes(line, outermost=True)
     first = len(found) - 1
     while first > 0 and _are_joined(line[found[first - 1][1] : found[first][0]]):
@@ -81,17 +76,14 @@ def last_answer(line: str) -> str:
 
 
 def joins_labels(between: str) -> bool:
-    """Returns whether what stands between two labels makes the answers behind them alternatives: 41 or Answer: 42."""
+    """Whether the text between two labels makes their answers alternatives: 41 or Answer: 42."""
     return "\n" not in between and bool(_ITEM.search(between)) and bool(_JOINS_LABELS.search(between))
 
 
 def is_list(text: str) -> bool:
-    """Returns whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes,
-    tuples or formulas of numbers that differ.
-
-    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item; so have
-    `m and n are coprime, so m+n = 113` and `\\boxed{34} and thus done`.
-    """
+    """Whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items; or different boxes,
+    tuples or formulas of numbers. Commas in thousands and in brackets do not separate items. `Hence, $x$ is 5`, `m and
+    n are coprime, so m+n = 113` and `\\boxed{34} and thus done` are single answers."""
     if about := _ABOUT_NAMES.match(text):
         text = text[about.end() :]
     text = _without_remarks(text)
@@ -113,15 +105,15 @@ def is_list(text: str) -> bool:
 
 
 def has_separator(text: str) -> bool:
-    """Returns whether a comma or semicolon stands in a text, but for thousands, brackets and its end; or wide space."""
+    """Whether a text has wide space, or a comma or semicolon other than in thousands, in brackets or at its end."""
     return bool(
         _QUAD.search(text) or _SEPARATOR.search(_IN_BRACKETS.sub("", _without_thousands(text)).rstrip(" $.,;*}"))
     )
 
 
 def list_spelling(text: str) -> str:
-    """Returns the careful spelling of a list as a whole, without the sentence around its box or formula; "" where that
-    would leave answers out: `C, D or $A, B$` is not `A, B`."""
+    """Returns the careful spelling of a list as a whole, without the sentence around its box or formula; "" if that
+    would drop answers: `C, D or $A, B$` is not `A, B`."""
     around = _around(text)
     if around is None or _leaves_out(around):
         return ""
@@ -130,17 +122,15 @@ def list_spelling(text: str) -> str:
 
 def items_spelling(text: str) -> str:
     """Returns the careful spellings of a list's items, the same for `1, 2`, `1 and 2` and `\\boxed{1}; \\boxed{2}`.
-
-    `1,2 or 3,4` says something else than `1,2,3,4`: between lists stand semicolons.
-    """
+    Semicolons separate lists, so that `1,2 or 3,4` differs from `1,2,3,4`."""
     groups = [[careful_spelling(item, right_side=False) for item in group] for group in items(text)]
     joint = "," if all(len(group) == 1 for group in groups[1:]) else ";"
     return joint.join(",".join(group) for group in groups)
 
 
 def items(text: str) -> list[list[str]]:
-    """Returns the items of a list as they are written: groups with `or`, `and`, a semicolon or wide space between, of
-    items with commas between. What stands in brackets is not taken apart."""
+    """Returns the items of a list as written: groups (separated by `or`, `and`, a semicolon or wide space) of items
+    (separated by commas). Brackets are not split."""
     text = unwrapped(text)
     around = _around(text)
     if around is not None and not _leaves_out(around):
@@ -152,8 +142,8 @@ def items(text: str) -> list[list[str]]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Returns the items of `1/2 or 0.5` and `x = 1/2 or x = 0.5`, up to four; none where anything but
-    `or` joins them, or they have different names."""
+    """Returns the items of `1/2 or 0.5` or `x = 1/2 or x = 0.5`, up to four; none if anything other than `or` joins
+    them, or if they have different names."""
     text = unwrapped(text)
     if _AND.search(text) or not _OR.search(text):
         return []
@@ -164,8 +154,8 @@ def alternatives(text: str) -> list[str]:
 
 
 def _are_joined(between: str) -> bool:
-    """Returns whether a text between two boxes makes them alternatives, or parts of one expression, rather than the
-    second one the better answer."""
+    """Whether the text between two boxes makes them alternatives or parts of one expression, rather than a corrected
+    answer."""
     if RIGHT_OPERATOR.match(between):
         return True
     text = _FORMULA.sub(" ", _MARKUP.sub(" ", between)).strip()
@@ -178,8 +168,8 @@ def _are_joined(between: str) -> bool:
 
 
 def _around(text: str) -> tuple[str, str, str] | None:
-    """Returns what stands before, in and behind the box of a text, or else its formula; all is in it where there is
-    neither; None where there are several boxes."""
+    """Returns the text before, in and after the box, or else the only formula; otherwise ("", text, ""). None: several
+    boxes."""
     found = boxes(text)
     if len({inside for _, _, inside in found}) > 1:
         return None
@@ -190,7 +180,6 @@ def _around(text: str) -> tuple[str, str, str] | None:
 
 
 def _leaves_out(around: tuple[str, str, str]) -> bool:
-    """Returns whether further answers stand before or behind."""
     before, _, behind = around
     if _ITEM.search(before):
         joined = before.rstrip(" $*_`").endswith((",", ";")) and not _WORD.search(before)
@@ -203,8 +192,7 @@ def _leaves_out(around: tuple[str, str, str]) -> bool:
 
 
 def without_reason(text: str) -> str:
-    """Returns the text without a clause behind its only box that says where that comes from: `, where m and n are 2 and
-    3`."""
+    """Removes a clause after the only box that explains its content: `, where m and n are 2 and 3`."""
     found = boxes(text, outermost=True)
     if len(found) != 1:
         return text
@@ -216,7 +204,7 @@ def without_reason(text: str) -> str:
 
 
 def _without_remarks(text: str) -> str:
-    """Returns the box of a text alone where it has one, and only words stand beside it, without an `or`."""
+    """Returns the only box of a text if beside it are only words other than `or`; else the text."""
     found = boxes(text, outermost=True)
     if len(found) != 1:
         return text
@@ -225,21 +213,18 @@ def _without_remarks(text: str) -> str:
 
 
 def _without_box(text: str) -> str:
-    """Returns the text with its first box as what that holds."""
     for begin, end, inside in boxes(text)[:1]:
         return text[:begin] + inside + text[end:]
     return text
 
 
 def _without_thousands(text: str) -> str:
-    """Returns the text without the commas and thin spaces inside numbers."""
     text = _NEGATIVE_SPACE.sub(",", text.replace("{,}", ","))
     text = text.replace("\\!", "").replace("\\,", "").replace("\\;", "")
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Returns the parts between the separators, each of one character, that stand in no bracket."""
     parts, start, depth = [], 0, 0
     for place, char in enumerate(text):
         if char in "([{":

@@ -1,8 +1,5 @@
-"""Tells an equation or inequality from a value with a name: x + 2y = 0 and x >= 2 from m = 5 and f(2) = 5.
-
-In: the text of an answer, with dollars for all math delimiters. A relation is compared as a whole, because one side of
-it says little: else `0` would be right for every plane.
-"""
+"""Distinguishes equations and inequalities (x + 2y = 0, x >= 2) from named values (m = 5, f(2) = 5). A relation is
+compared as a whole, because one side says little: otherwise `0` would be correct for every plane."""
 
 import re
 
@@ -17,7 +14,7 @@ _SAME = {
     **{"\\lt": "<", "\\gt": ">", "\\neq": "\\ne"},
 }
 _SIGN = re.compile(r"\\(?:(?:l|g)(?:eq?|t|eqslant)|neq)(?![A-Za-z])")
-# What a name has besides letters: indices, arguments, dashes. P(X > 2) is a name as well, and so is f^{-1}(2).
+# Parts of a name besides letters: indices, arguments, dashes. P(X > 2) and f^{-1}(2) are names too.
 _PART = re.compile(
     r"_ ?(?:\{[^{}]*\}|[0-9A-Za-z])|(?<=[A-Z])\([^()]*\)|(?<=[A-Za-z}'])\((?:-?[A-Za-z0-9\\|]{1,8}(?:, ?)?){1,3}\)"
     r"|\^ ?(?:\\prime|\{ ?-1 ?\}|\{? ?\* ?\}?)|[|:'~]|\\(?:left|right|displaystyle)(?![A-Za-z])"
@@ -29,7 +26,7 @@ _LETTER = re.compile(r"[A-Za-z]")
 
 
 def relation(text: str) -> str:
-    """Returns the spelling of an equation or inequality as a whole; "" for a value, with or without a name, and for a
+    """Returns the spelling of an equation or inequality as a whole; "" for a value, with or without a name, or a
     calculation."""
     if not RELATION.search(text):
         return ""
@@ -40,12 +37,12 @@ def relation(text: str) -> str:
 
 
 def has_inequality(text: str) -> bool:
-    """Returns whether an inequality stands in a text, but in the arguments of a name: P(X > 2)."""
+    """Whether a text has an inequality, except in the arguments of a name: P(X > 2)."""
     return bool(INEQUALITY.search(_PART.sub("", text)))
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text names a value: x, y_1, f(x), (a,b), |AB|, S:T, the area of ABC."""
+    """Whether a text names a value: x, y_1, f(x), (a,b), |AB|, S:T, the area of ABC."""
     text = text.strip(" $")
     if _POINT.fullmatch(text):
         return True

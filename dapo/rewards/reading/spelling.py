@@ -1,15 +1,13 @@
-"""Spells an answer's text: DAPO's own spelling, and a more careful one; and the number that a spelling is.
-
-Adversarial text: regular expressions over a bounded text, never evaluated. What is dropped follows Minerva (arXiv
-2206.14858, appendix D), from which DAPO's rule comes.
-"""
+"""Normalizes an answer's text: DAPO's spelling, a more careful spelling, and the number that a spelling stands for. The
+text is adversarial: it is bounded, processed by regular expressions and never evaluated. The removed parts follow
+Minerva (arXiv 2206.14858, appendix D), the origin of DAPO's rule."""
 
 import re
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 100  # a longer number is compared as a string
 
-# DAPO's rule, in its order: each step works on what the one before has left, so that none can be moved or merged.
+# DAPO's rule. The order matters, because each step works on the result of the one before.
 _DAPO_REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -29,20 +27,20 @@ _SPECIAL_TOKENS = re.compile(
     r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</(?!s>)[a-z]{1,20}>)\s*+)++$"
 )
 _BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
-# TeX boxes one character where no brace stands; of a number that a person wrote all digits, and no half of a formula.
+# Without a brace TeX boxes one character. We take all digits of a number, but not a part of a formula.
 _BARE_BOX = re.compile(
     r"\\(f?boxed|fbox)(?:\s*([0-9]++)|\s+([A-Z]))"
     r"(?![0-9A-Za-z]|[.,][0-9]|\s*(?:[-+*/^_=({\u2212]|\\(?![)\]\\]|end(?![A-Za-z]))))"
 )
 _LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*\{?)[\s({]*$")
 RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/\u2212]|\^(?!\s*\{?\s*\\circ)|\\(?:times|cdot|div))")
-# A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
+# A box inside an expression, 1+\boxed{5}, is not the answer. A dash before it may be a list's.
 _BOX_IN_EXPRESSION = re.compile(
     r"(?:[0-9)}]\s*(?:-|\*(?!\*))|[0-9A-Za-z)}]\s*[+/^]|[\u00d7\u00f7\u00b7\u22c5\u00b1]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)"
     r"\s*\\f?boxed|\\f?boxed\s*\{[^{}]*\}\s*"
     r"(?:-\s*[0-9\\(]|(?:[+/^]|\*(?!\*))\s*[0-9A-Za-z\\({]|[\u00d7\u00f7\u00b7\u22c5\u00b1]|\\(?:times|cdot|div|pm|mp)(?![A-Za-z]))"
 )
-# An inequality in the clause before the last `=`, 3 < x = 5: no value is named there.
+# An inequality in the clause before the last `=`, 3 < x = 5: not a named value.
 _INEQUALITY = re.compile(r"(?:[<>]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z]))(?:(?![A-Za-z]{2})[^,;:])*$")
 _EXPONENT = re.compile(r"\^\s*\{?\s*[23]\s*\}?")
 
@@ -61,11 +59,11 @@ _WORD = (
     r"|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|points?|ways?|integers?|people|students?|pages?"
     r"|digits?|edges?|meals?|multiples)"
 )
-# What makes a formula a part of something else: $5$ million, $5$x, e$5$, x > $5$.
+# Text that makes a formula part of something larger: $5$ million, $5$x, e$5$, x > $5$.
 _SCALE = r"(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])"
 _GOES_ON = re.compile(rf"(?:\s|\\[!,;: ])*{_SCALE}|[A-Za-z!]|\\[A-Za-z]", re.IGNORECASE)
 _BEGAN_BEFORE = re.compile(r"(?<![A-Za-z])[A-Za-z]$|(?:[<>]|\\(?:leq?|geq?|neq?))\s*$")
-# Single letters are no units here: in `3m` they are more often a variable.
+# Single letters are not units here: in `3m` they are more often a variable.
 _UNIT = re.compile(rf"(?<=[0-9}})]) ?(?:\\?%|{_WORD}(?: (?:per )?{_WORD})*(?: ?\^ ?\{{?[23]\}}?)?)$", re.IGNORECASE)
 _SCRIPT = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
 _SQRT = re.compile(r"\\sqrt ?([0-9])")
@@ -73,7 +71,7 @@ _FRAC = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))"
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb) ?(?:\{ ?([A-Z]) ?\}|([A-Z]))")
 _ANY_BINOM = re.compile(r"\\[dt]binom(?![a-zA-Z])")
 _ANY_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-# Of the white characters those that a person sees as space: a control character must not vanish (5<US>2 is not 52).
+# Only visible white space: a control character must not vanish (5<US>2 is not 52).
 _WHITE = re.compile(r"[ \t\n\u00a0\u2000-\u200a\u202f\u3000]+")
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
@@ -85,18 +83,16 @@ _POWER_OF_TEN = re.compile(
 )  # 1.5\times10^3, 10^3
 _GROUP_COMMA = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _GROUP = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*+)(?<!\\)\}")
-_DASH = re.compile(r"\s*[\u2010-\u2013\ufe63\uff0d]\s*(?=[0-9.\\])")  # where only a sign can stand
+_DASH = re.compile(r"\s*[\u2010-\u2013\ufe63\uff0d]\s*(?=[0-9.\\])")  # as a sign
 _IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
 _CHOICE = re.compile(r"\([A-Z]\)")
 _LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}")
 
 
 def dapo_spelling(text: str) -> str:
-    """Returns the answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" where that loses a part.
-
-    Two differences: commas are dropped from thousands alone (its rule reads `1,2` as 12), and of a text with a formula
-    it keeps the formula alone, also in `-$42$`, `$41$ $42$` and `$1$+1`: those it does not read here.
-    """
+    """Returns the answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" if that would lose a part.
+    Two differences: commas are removed from thousands only (DAPO's rule reads `1,2` as 12), and a formula must be the
+    whole answer: `-$42$`, `$41$ $42$` and `$1$+1` give "", where DAPO's rule keeps the formula alone."""
     text = text.rpartition("=")[2]
     if not _formula_is_all(text):
         return ""
@@ -118,7 +114,7 @@ def dapo_spelling(text: str) -> str:
 
 
 def _formula_is_all(text: str) -> bool:
-    """Returns whether the first $formula$ of a text is all of the answer: no other one, no digit or operator next to
+    """Whether the first $formula$ of a text is the whole answer: no other formula, and no digit or operator next to
     it."""
     parts = text.replace("\\$", "").split("$")
     if len(parts) < 3:
@@ -133,8 +129,8 @@ def _formula_is_all(text: str) -> bool:
 
 
 def careful_spelling(text: str, *, right_side: bool = True) -> str:
-    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup, closing dot, braces
-    around all of it, or parentheses around a choice."""
+    """Returns a normal form without math delimiters, text commands, units, spaces, markup, final dot, braces around the
+    whole text, or parentheses around a choice."""
     text = formula(text, right_side=right_side)
     if _PLAIN.fullmatch(text):
         return text
@@ -150,10 +146,8 @@ def careful_spelling(text: str, *, right_side: bool = True) -> str:
 
 
 def formula(text: str, *, right_side: bool = True) -> str:
-    """Returns the part of an answer that says it: `5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`.
-
-    Without markup around; printable, on one line. right_side: of an equation, what stands right of the last `=`.
-    """
+    """Returns the answer part of a text (`5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`), printable, on one
+    line and without markup around it. right_side: of an equation, take the part after the last `=`."""
     text = _WHITE.sub(" ", text.strip("\r")).replace("\u2212", "-")
     text = _trim(printable(without_tokens(text)))
     if _PLAIN.fullmatch(text):
@@ -167,47 +161,46 @@ def formula(text: str, *, right_side: bool = True) -> str:
 
 
 def without_tokens(text: str) -> str:
-    """Returns the text without the special tokens at its end."""
     return _SPECIAL_TOKENS.sub("", text) if ">" in text[-12:] else text
 
 
 def printable(text: str) -> str:
-    """Returns the text with U+FFFD for what cannot be shown, which must neither vanish (4<NUL>2 is not 42) nor reach a
-    log or a database."""
+    """Replaces unprintable characters by U+FFFD: they must neither vanish (4<NUL>2 is not 42) nor reach a log or
+    database."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def without_units(text: str) -> str:
-    """Returns the text without commands around words, and without the unit behind a number."""
+    """Removes commands around words and the unit after a number."""
     if "\\" in text:
         text = unwrapped(_ANY_FRAC.sub(r"\\frac", text))
     return _UNIT.sub("", _trim(_WHITE.sub(" ", text)))
 
 
 def unwrapped(text: str) -> str:
-    """Returns the text with \\text{...} and the like as what they hold."""
+    """Replaces \\text{...} and similar commands by their content."""
     for _ in range(3):  # \textbf{\text{...}}: deeper nesting is not an answer
         text = _WRAPPER.sub(r" \1 ", text)
     return text
 
 
 def braced(text: str) -> str:
-    """Returns the text with braces in boxes that have none: `\\boxed{2}` for `\\boxed 2`."""
+    """Adds braces to boxes without them: `\\boxed{2}` for `\\boxed 2`."""
     return _BARE_BOX.sub(r"\\\1{\2\3}", text) if "box" in text else text
 
 
 def boxed(text: str) -> list[str]:
-    """Returns what the \\boxed{...} of a text hold, in order: of nested ones the innermost, no open or empty one; and
-    those of `braced`."""
+    """Returns the contents of the \\boxed{...} of a text, in order, after `braced`. Of nested boxes the innermost
+    counts; unclosed and empty ones are ignored."""
     return [inside for _, _, inside in boxes(braced(text))]
 
 
 def boxes(text: str, *, outermost: bool = False) -> list[tuple[int, int, str]]:
-    """Returns the boxes of `boxed`, each as where it begins, where it ends, and what it holds; outermost: where the
-    outermost box around it does."""
+    """Returns the boxes of `boxed` as (begin, end, content); outermost: begin and end are those of the outermost
+    enclosing box."""
     begins = {match.end(): match.start() for match in _BOXED.finditer(text)} if "box" in text else {}
     found: list[tuple[int, int, str]] = []
-    opened: list[tuple[int, int]] = []  # of every open brace, what it holds from, and how many boxes were before
+    opened: list[tuple[int, int]] = []  # for every open brace: start of its content, number of boxes before it
     for place, char in enumerate(text if begins else "", 1):
         if char == "{":
             opened.append((place, len(found)))
@@ -224,24 +217,21 @@ def boxes(text: str, *, outermost: bool = False) -> list[tuple[int, int, str]]:
 
 
 def line_of_last_box(text: str) -> str:
-    """Returns the line of the last box, or the lines where it spans several; "" where there is none."""
+    """Returns the line or lines of the last box; "" if there is none."""
     found = boxes(text, outermost=True)
     if not found:
         return ""
     start = end = found[-1][1]
     for begin, close, _ in reversed(found):
-        if close >= start:  # it reaches into the line
+        if close >= start:  # extends into the line
             start = text.rfind("\n", 0, begin) + 1
     return text[start:end] + text[end:].partition("\n")[0]
 
 
 def number(text: str) -> Fraction | None:
-    """Returns the exact value of an integer, decimal, fraction or mixed number in a careful spelling; else None.
-
-    A fraction that comes out even, 84/2, is a division that was not carried
-    out: None. Of powers only those of ten of scientific notation, with two digits: `1e999999999` would have to be
-    written out.
-    """
+    """Returns the exact value of an integer, decimal, fraction or mixed number in a careful spelling; else None. A
+    fraction with an integer value, 84/2, is an unevaluated division: None. Powers are only accepted as scientific
+    notation with exponents of up to two digits, because `1e999999999` would have to be expanded."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if power := _POWER_OF_TEN.fullmatch(text):
@@ -262,28 +252,24 @@ def number(text: str) -> Fraction | None:
 
 
 def _ungrouped(text: str) -> str:
-    """Returns the text without the commas of thousands."""
     return _GROUP_COMMA.sub(lambda group: group[0].replace(",", ""), text) if "," in text else text
 
 
 def enclosed_number(text: str) -> Fraction | None:
-    """Returns the value of a number in parentheses in a careful spelling; None for all else."""
     enclosed = _IN_PARENTHESES.fullmatch(text)
     return number(enclosed[1]) if enclosed else None
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Returns the value of an integer or decimal in DAPO's spelling; None for all else."""
     return Fraction(text) if len(text) <= MAX_NUMBER_CHARS and _PLAIN.fullmatch(text) else None
 
 
 def _trim(text: str) -> str:
-    """Returns the text without markdown emphasis and quotation marks around it and punctuation behind."""
     return text.lstrip(' *_`"').rstrip(' *_`".,;:。．')
 
 
 def _inside_dollars(text: str) -> str:
-    """Returns the formula of `the answer is $5$ indeed`; the whole text when it is not all of the answer."""
+    """Returns the formula of `the answer is $5$ indeed`; the whole text if the formula is not the whole answer."""
     text = text.replace("$$", "$")
     parts = text.replace("\\$", "").split("$")
     if len(parts) != 3 or not _formula_is_all(text):
@@ -294,6 +280,6 @@ def _inside_dollars(text: str) -> str:
 
 
 def _right_side(text: str) -> str:
-    """Returns `5` of `x = 2 + 3 = 5`; the whole text where the last `=` stands in braces or behind an inequality."""
+    """Returns `5` of `x = 2 + 3 = 5`; the whole text if the last `=` is in braces or after an inequality."""
     left, _, right = text.rpartition("=")
     return right if right.count("{") == right.count("}") and not _INEQUALITY.search(left) else text

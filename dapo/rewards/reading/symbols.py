@@ -1,13 +1,11 @@
-"""Writes the Unicode mathematics of an answer as LaTeX: 4π as 4\\pi, √2 as \\sqrt{2}, x² as x^{2}, ½ as \\frac{1}{2}.
-
-Only signs with one meaning. Digits of other scripts, letters that look like others, invisible characters and other
-slashes and dots stay as they are: what a person cannot tell apart must not become a number.
-"""
+"""Writes Unicode mathematics as LaTeX: 4π as 4\\pi, √2 as \\sqrt{2}, x² as x^{2}, ½ as \\frac{1}{2}. Only unambiguous
+signs are converted. Digits of other scripts, look-alike letters, invisible characters and other slashes and dots stay:
+what a user cannot tell apart must not become a number."""
 
 import re
 import unicodedata
 
-MAX_GROWTH = 300  # characters; a text that would grow by more is no answer, and stays as it is
+MAX_GROWTH = 300  # characters; a text that would grow by more stays unchanged
 
 _COMMANDS = """
 α alpha β beta γ gamma δ delta ε epsilon ζ zeta η eta θ theta κ kappa λ lambda μ mu µ mu ν nu ξ xi π pi ρ rho σ sigma
@@ -20,8 +18,8 @@ _SIGNS = {sign: f"\\{name}" for sign, name in zip(_COMMANDS[::2], _COMMANDS[1::2
 _SIGNS |= {sign: f"\\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)}
 _SIGN = re.compile(f"([{''.join(map(re.escape, _SIGNS))}])(?=([A-Za-z])?)")
 _FRACTION = re.compile("[¼-¾⅐-⅞]")
-_SLASH = "\u2044"  # of a fraction
-_BASE = r"(?<=[A-Za-z0-9)}\]'°Α-Ωα-ω])"  # a script without what it stands at is no script
+_SLASH = "\u2044"  # fraction slash
+_BASE = r"(?<=[A-Za-z0-9)}\]'°Α-Ωα-ω])"  # a script needs a base
 _POWER = re.compile(rf"{_BASE}[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿⁱ]+")
 _INDEX = re.compile(rf"{_BASE}[₀-₉₊₋₍₎ₙₖₓ]+")
 _ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
@@ -32,7 +30,6 @@ _ROOT = re.compile(
 
 
 def as_latex(text: str) -> str:
-    """Returns the text with commands in place of signs, `^{...}` and `_{...}` in place of raised and lowered ones."""
     if text.isascii():
         return text
     made = _FRACTION.sub(lambda match: f"\\frac{{{_plain(match[0]).replace(_SLASH, '}{')}}}", text)

@@ -1,8 +1,6 @@
-"""Reads the unit behind a number, so that 2 hours are no 2 minutes.
-
-Numbers are read without their units; this says only where two answers have different ones. A unit that one of them
-leaves out, or that is unknown here, is no difference; nor is a word for what is counted, such as ways or integers.
-"""
+"""Reads the unit after a number, so that 2 hours and 2 minutes differ. Numbers are compared without units; answers
+differ only if both have a unit known here and the units differ. Words for counted things, such as ways or integers, are
+not units."""
 
 import re
 
@@ -51,7 +49,7 @@ _ONLY = re.compile(r"[A-Za-z¢%/²³\s.,~$*\\;:!}]*")
 
 
 def unit(text: str) -> str:
-    """Returns the unit behind the last number of an answer in one spelling: `ft2` for square feet; "" for none."""
+    """Returns the unit after the last number of an answer in a normal form, `ft2` for square feet; "" for none."""
     if not _SOME.search(text):
         return ""
     wrapped = bool(_WRAPPED.search(text))
@@ -62,7 +60,7 @@ def unit(text: str) -> str:
 
 
 def _read(text: str, wrapped: bool) -> str:
-    """Returns the unit that a text is. wrapped: it was set as text, so that a letter is a unit and no factor."""
+    """wrapped: the text is in a text command, so a single letter is a unit and not a factor."""
     if not _ONLY.fullmatch(text):
         return ""
     parts: list[str] = []

@@ -1,1 +1,1 @@
-"""Holds what a rank reads from and writes to files: weights of a model, checkpoints, exports, adapters."""
+"""File access of a rank: model weights, checkpoints, exports and adapters."""

@@ -1,9 +1,5 @@
-"""Writes adapters: in peft's format for others, and next to a checkpoint what its adapters belong to.
-
-In: a sharded model with the adapters of `workers.training.lora`. Out: `adapter_config.json` and the tensors of
-`adapter_model.safetensors`; and `lora.json`, by which a checkpoint refuses another rank, alpha, choice of layers or
-base model.
-"""
+"""Writes LoRA adapters in peft's format, and `lora.json` next to a checkpoint: loading refuses a checkpoint of another
+rank, alpha, choice of layers or base model."""
 
 import copy
 import hashlib
@@ -23,7 +19,7 @@ IDENTITY_FILE = "lora.json"
 
 
 def gather_adapters(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
-    """Returns, on rank 0, copies of the adapters under their names in peft's format. A collective."""
+    """Returns, on rank 0, CPU copies of the adapters under their peft names. A collective."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -35,19 +31,18 @@ def gather_adapters(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
 
 
 def save_adapter_config(model: Any, base: str, directory: Path) -> None:
-    """Writes what `PeftModel.from_pretrained` needs next to the adapters. base: `model.path`."""
+    """Writes the configuration that `PeftModel.from_pretrained` needs. base: `model.path`."""
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory)
 
 
 def save_identity(found: dict[str, Any], directory: Path) -> None:
-    """Notes next to a checkpoint, whose only weights are adapters, what these belong to (`identity`)."""
     (directory / IDENTITY_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def check_identity(model: nn.Module, directory: Path) -> None:
-    """Raises FilesError unless a checkpoint has the adapters that the model has, on the same base. A collective."""
+    """Raises FilesError unless the checkpoint has this model's adapters and base. A collective."""
     own = OwnWork()
     found = identity(model)
     with own:
@@ -56,7 +51,7 @@ def check_identity(model: nn.Module, directory: Path) -> None:
 
 
 def _compare(found: dict[str, Any], directory: Path) -> None:
-    """Raises ValueError where a checkpoint is not of these adapters. found: empty without adapters."""
+    """Raises ValueError on a mismatch. found: the result of `identity`, empty without adapters."""
     path = directory / IDENTITY_FILE
     if not found:
         if path.exists():
@@ -80,7 +75,7 @@ def _shown(value: Any) -> str:
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """Returns per key of the configuration what must be equal; of `model.path` a digest of the base weights. Empty
+    """Returns the settings that must match, by configuration key; for `model.path` a digest of the base weights. Empty
     without adapters. A collective."""
     if not has_adapters(model):
         return {}
@@ -95,7 +90,7 @@ def identity(model: nn.Module) -> dict[str, Any]:
 
 
 def _base_digest(model: nn.Module) -> str:
-    """Returns the sha256 over names and sums of the base weights' bit patterns, alike for any sharding."""
+    """Returns the sha256 of names and bit-pattern sums of the base weights; independent of the sharding."""
     base = {base_name(name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
     mesh = next(parameter.device_mesh for parameter in base.values() if isinstance(parameter, DTensor))
     total = shard_sums(base.values()).to(mesh.device_type)

@@ -1,9 +1,5 @@
-"""Makes a transformers model without memory, and reads this rank's rows of its weights straight from the safetensors
-files.
-
-In: `model.path`, a local directory or a hub name. Out: a model on the meta device; later, once it is sharded and has
-memory, its weights and buffers. No rank ever holds the whole model.
-"""
+"""Builds a transformers model on the meta device, and reads this rank's rows of its weights directly from the
+safetensors files. `model.path` is a local directory or a hub name. No rank ever holds the whole model."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,7 +28,7 @@ LONGROPE = "longrope"
 
 
 def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the causal language model of `model.path` on the meta device. dtype: of its parameters."""
+    """Returns the causal language model of `model.path` on the meta device, with parameters of `dtype`."""
     config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -43,7 +39,7 @@ def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         )
     try:
         model.generation_config = GenerationConfig.from_pretrained(cfg.path)
-    except OSError:  # it has none
+    except OSError:  # the model has none
         pass
     assert isinstance(model, PreTrainedModel)
     return model
@@ -56,12 +52,12 @@ def load_parameters(
     prefix: str,
     parts: Callable[[str, Sequence[int]], list[Part]] = whole,
 ) -> None:
-    """Fills each parameter's local rows in place, converted to its type.
+    """Fills each parameter's local rows in place, converted to its dtype.
 
-    parameters: (name, parameter with memory), a tied one under each of its names. prefix: the model's
-    `base_model_prefix`, which files may lack or have. parts: what the files hold of a parameter, by name and shape.
-    Raises ValueError that names the file or the tensor: no safetensors files, a missing, misshapen or quantised tensor,
-    tied weights that differ.
+    parameters: (name, parameter with memory); a tied one under each of its names. prefix: the model's
+    `base_model_prefix`, which names in the files may lack or repeat. parts: the stored tensors of a parameter, by name
+    and shape. Raises ValueError without safetensors files, for a missing, misshapen or quantised tensor, and if tied
+    weights differ.
     """
     files = _find_files(path)
     named: dict[int, tuple[Tensor, list[list[Part]]]] = {}
@@ -92,15 +88,13 @@ def load_parameters(
 
 @torch.no_grad()
 def load_buffers(model: PreTrainedModel, path: str) -> None:
-    """Fills the buffers, whose memory is there but not written: those of the state from the files, all others (the
-    frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`.
-
-    Raises ValueError that names buffers which neither fills.
-    """
+    """Fills the buffers, which have memory but no values yet. Call it before `load_parameters`. Buffers of the state
+    dict come from the files, all others (frequencies of rotary embeddings) from the model's own initialisation. Raises
+    ValueError that names the buffers which neither fills."""
     state = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
     for tensor in [*model.parameters(), *buffers.values()]:
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what is not to be drawn
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # so that transformers does not initialise it
     for name, buffer in model.named_buffers():
         if name not in state and buffer.is_floating_point():
             buffer.fill_(torch.nan)
@@ -115,12 +109,10 @@ def load_buffers(model: PreTrainedModel, path: str) -> None:
 
 
 def settle_frequencies(model: PreTrainedModel, longest: int) -> None:
-    """Chooses the rotary frequencies of a model with LongRoPE for good, by the longest sequence that there may be, as
-    engines do. Call it after `load_buffers`.
-
-    transformers chooses anew in every forward pass, by the positions in it: a response's log-probabilities would depend
-    on what it is packed with, and of sequence-parallel ranks the first would take other frequencies than the last.
-    """
+    """Fixes the rotary frequencies of a LongRoPE model to those for the longest possible sequence, as engines do. Call
+    it after `load_buffers`. transformers chooses them in every forward pass by the positions in it: a response's
+    log-probabilities would depend on what it is packed with, and sequence-parallel ranks could use different
+    frequencies."""
     for module in model.modules():
         if getattr(module, "rope_type", None) == LONGROPE:
             module.inv_freq, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, module.inv_freq.device, seq_len=longest)
@@ -128,7 +120,7 @@ def settle_frequencies(model: PreTrainedModel, longest: int) -> None:
 
 
 def _find_files(path: str) -> dict[str, str]:
-    """Returns the file that holds each stored tensor, by name. A hub name: from the cache, or downloaded to it."""
+    """Returns the file of each stored tensor, by name. Files of a hub name are downloaded unless cached."""
     if single := _find(path, SINGLE_FILE):
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -155,7 +147,7 @@ def _find(path: str, name: str) -> str | None:
         return str(Path(path, name)) if Path(path, name).is_file() else None
     try:
         return hf_hub_download(path, name)
-    except EntryNotFoundError:  # also where the hub is out of reach and the cache lacks it
+    except EntryNotFoundError:  # also if the hub is unreachable and not in the cache
         return None
     except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(f"`model.path` ({path}) is neither a directory nor a readable hub name: {error}") from error
@@ -169,26 +161,26 @@ def _open(file: str) -> safe_open:
 
 
 def _stored_name(name: str, files: Collection[str], prefix: str) -> str | None:
-    """Returns `name` as the files have it: those of the base model alone lack its prefix, others may repeat it."""
+    """Returns `name` as the files have it, which may lack or repeat the base model's prefix."""
     candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
     return next((candidate for candidate in candidates if candidate in files), None)
 
 
 def _stored_parts(parts: list[Part], files: Collection[str], prefix: str) -> list[Part]:
-    """Returns the parts by the names that the files have; none where one is missing."""
+    """Returns the parts under their names in the files; empty if one is missing."""
     names = [_stored_name(part.name, files, prefix) for part in parts]
     return [replace(part, name=name) for part, name in zip(parts, names, strict=True) if name] if all(names) else []
 
 
 def _read(parts: list[Part], files: Mapping[str, str], parameter: Tensor, local: Tensor) -> None:
-    """Fills `local`, this rank's rows of a parameter, converted to its type. Files are open, and so in this process's
-    memory as far as they were read, for this one parameter only."""
+    """Fills `local`, this rank's rows of a parameter, converted to its dtype. Files are open for one parameter only,
+    because what was read stays in this process's memory while a file is open."""
     first = _first_row(parameter) if isinstance(parameter, DTensor) else 0
     with ExitStack() as stack:
         opened: dict[str, safe_open] = {}
         for part in parts:
             if part.expert is not None and not first <= part.expert < first + len(local):
-                continue  # another rank's
+                continue  # on another rank
             if (file := files[part.name]) not in opened:
                 opened[file] = stack.enter_context(_open(file))
             stored = _checked(opened[file], file, part)
@@ -199,7 +191,7 @@ def _read(parts: list[Part], files: Mapping[str, str], parameter: Tensor, local:
 
 
 def _checked(opened: safe_open, file: str, part: Part) -> Any:
-    """Returns a tensor of the file, of which nothing is read yet. Raises ValueError for another type or shape."""
+    """Returns a stored tensor as a lazy slice. Raises ValueError for a wrong dtype or shape."""
     stored = opened.get_slice(part.name)
     if stored.get_dtype() not in FLOAT_TYPES:
         raise ValueError(
@@ -215,7 +207,7 @@ def _checked(opened: safe_open, file: str, part: Part) -> Any:
 
 
 def _first_row(parameter: DTensor) -> int:
-    """Returns the first local row's place in the whole: FSDP cuts like `torch.chunk`, equal parts but for the last."""
+    """Returns the index of the first local row: FSDP splits like `torch.chunk`, equal parts except the last."""
     assert parameter.placements[-1] == Shard(0), parameter.placements
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None

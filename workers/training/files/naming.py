@@ -1,8 +1,5 @@
-"""Says which tensors of a checkpoint's files a parameter is made of, and where in it they lie.
-
-In: a model of transformers, which renames some tensors of its files and stacks the experts of a layer in one parameter.
-Out: names and places, for reading files, for exports and for engines, which want the names of the files.
-"""
+"""Maps a model's parameters to the tensors of its checkpoint files: transformers renames some tensors of the files and
+stacks the experts of a layer in one parameter; reading, exports and engines need the names of the files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ MAX_NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Names a tensor of the files: `parameter[expert, start : start + shape[0]]`, or all of it without an `expert`."""
+    """A stored tensor: `parameter[expert, start : start + shape[0]]`, or all of it without `expert`."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,26 +28,24 @@ class Part:
     start: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Returns this part of a full parameter, a view."""
+        """Returns this part of a full parameter, as a view."""
         return parameter if self.expert is None else parameter[self.expert, self.start : self.start + self.shape[0]]
 
 
 def whole(name: str, shape: Sequence[int]) -> list[Part]:
-    """Returns a parameter that the files hold as it is, under its own name."""
+    """Returns the only part of a parameter that the files store unchanged under its own name."""
     return [Part(name, tuple(shape))]
 
 
 class FileNames:
-    """Knows the files' names of one model's parameters. In a GPT-NeoX model `lm_head.weight` is what its files call
-    `embed_out.weight`; in a Qwen3-MoE model `experts.gate_up_proj` [E, 2 I, H] is two tensors of each expert.
-
-    Raises ValueError for a model whose files hold something that is computed into a parameter in another way.
-    """
+    """Names of one model's parameters in its files: GPT-NeoX stores `lm_head.weight` as `embed_out.weight`; Qwen3-MoE
+    stores `experts.gate_up_proj` [E, 2 I, H] as two tensors per expert. Raises ValueError for a model that computes a
+    parameter from stored tensors in any other way."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         self._back = [each.reverse_transform() for each in reversed(mapping) if isinstance(each, WeightRenaming)]
-        self._stacks: dict[str, list[str]] = {}  # end of a parameter's name -> those of each expert's tensors
+        self._stacks: dict[str, list[str]] = {}  # suffix of a parameter's name -> those of its tensors per expert
         names = [name for name, _ in model.named_parameters()]
         for converter in mapping:
             if not isinstance(converter, WeightConverter):
@@ -66,7 +61,7 @@ class FileNames:
                 self._stacks[converter.target_patterns[0]] = converter.source_patterns
 
     def parts(self, name: str, shape: Sequence[int]) -> list[Part]:
-        """Returns what the files hold of a parameter, given its name in the model and its full shape."""
+        """Returns the stored tensors of a parameter, given its name in the model and its full shape."""
         for end, sources in self._stacks.items():
             if name.endswith(end):
                 before, (experts, rows, *others) = name.removesuffix(end), shape
@@ -83,7 +78,7 @@ class FileNames:
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:
-    """Tells whether it puts tensors of numbered experts on top of each other, and of each several side by side."""
+    """Whether it stacks tensors of numbered experts, where an expert may have several, concatenated."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     numbered = all(source.count("*") == 1 for source in converter.source_patterns)
     one = len(converter.target_patterns) == 1

@@ -1,8 +1,5 @@
-"""Reads distributed checkpoints (DCP) as data: whoever has made one runs nothing here.
-
-In: a directory. Out: a reader of its metadata and a planner for `dcp.load`. DCP's own take its metadata, and what is no
-tensor, as pickles, which may name any function.
-"""
+"""Reads distributed checkpoints (DCP) without running code from them: DCP's own reader unpickles the metadata and
+values that are not tensors, and a pickle can call any function."""
 
 import io
 import pickle
@@ -38,10 +35,10 @@ class _Metadata(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads shards as DCP does, and metadata as a description alone."""
+    """A DCP reader that accepts only the classes of a checkpoint description in the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Raises UnpicklingError for any other."""
+        """Raises UnpicklingError for any other content."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             found = _Metadata(file).load()
         if not isinstance(found, metadata.Metadata):
@@ -52,9 +49,9 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """Plans as DCP does, and reads values that are no tensors, such as learning rates, as plain ones."""
+    """A DCP planner that loads values which are not tensors, such as learning rates, with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises UnpicklingError for any other."""
+        """Raises UnpicklingError for anything but plain values."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))

@@ -1,10 +1,10 @@
-"""Keeps the actors' state as files: distributed checkpoints to go on from, and exports that transformers and vLLM load.
+"""Saves and loads the actors' state: distributed checkpoints to resume from, and exports for transformers and vLLM.
 
-    save_state, export_hf: the state of now, straight to the disk; updates wait
-    take_snapshot ─▶ Snapshot in host memory ─▶ write_snapshot: the same files, in a thread beside updates
+    save_state, export_hf: write the current state straight to disk; updates wait
+    take_snapshot ─▶ Snapshot in host memory ─▶ write_snapshot: write the same files in a thread during updates
 
-In: the sharded policy, its optimizer, a directory that all ranks see. Every function is a collective: all ranks call it
-in the same order. A rank hashes what it has written, for `dapo.state.manifest.seal`.
+Except for `missing_shards`, which the driver calls, the functions are collectives: all ranks call them in the same
+order, with a directory that all see. A rank hashes the files it has written, for `dapo.state.manifest.seal`.
 """
 
 import copy
@@ -47,43 +47,36 @@ from workers.training.scaling import LossScale
 from workers.training.unanimous import FilesError, OwnWork, files_error
 
 EXPORT_FILE_BYTES = 4 << 30
-ADAPTER_FOLDER = "adapter"  # next to the model transformers would load the adapters a second time
+ADAPTER_FOLDER = "adapter"  # next to the model, transformers would apply the adapters again
 ADAPTER_FILE = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 ExportFile = tuple[str, dict[str, Tensor]]  # name in the export, tensors on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Holds a rank's part of a checkpoint in host memory. state: for DCP. identity: of adapters, empty without. export:
-    on rank 0 the files of an export with their index; None: there is to be none."""
+    """A rank's part of a checkpoint, copied to host memory."""
 
-    state: dict[str, Any]
-    identity: dict[str, Any]
-    export: tuple[list[ExportFile], StateDictSplit] | None
+    state: dict[str, Any]  # for DCP
+    identity: dict[str, Any]  # of adapters, empty without
+    export: tuple[list[ExportFile], StateDictSplit] | None  # files (on rank 0) and their index; None: no export
 
 
 def save_state(
     policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh, directory: str
 ) -> None:
-    """Writes model, optimizer and loss scale as a distributed checkpoint (DCP), each rank its shards; of the model what
-    trains.
-
-    Raises:
-        RuntimeError: copies of the parameters have drifted apart; nothing is written then.
-        FilesError: some rank could not write.
-    """
+    """Writes the trained parameters, optimizer and loss scale as a distributed checkpoint (DCP), each rank its shards.
+    Raises RuntimeError, before writing, if copies of the parameters have drifted apart; FilesError if some rank could
+    not write."""
     _write_state(*_state_of(policy, optimizer, scale, mesh), mesh, directory)
 
 
 def take_snapshot(
     policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh, *, export: torch.dtype | None
 ) -> Snapshot:
-    """Returns copies of what `save_state` and, where `export` gives a type, `export_hf` write; no update changes them.
-
-    Raises RuntimeError as `save_state` does.
-    """
+    """Returns copies of what `save_state` writes and, if `export` is a dtype, of what `export_hf` writes; updates do
+    not change them. Raises RuntimeError as `save_state` does."""
     state, adapters = _state_of(policy, optimizer, scale, mesh)
-    # Its copy is one also where the tensors lie in host memory already. Nothing is kept for the next snapshot.
+    # It copies even tensors that are in host memory already. It keeps nothing for the next snapshot.
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copied = stager.stage(state)
     stager.close()
@@ -98,11 +91,9 @@ def take_snapshot(
 def write_snapshot(
     snapshot: Snapshot, policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str, export: str
 ) -> None:
-    """Writes the checkpoint into `directory` and the export into `export`, as `save_state` and `export_hf` do.
-
-    May run in another thread than updates: it reads no parameter of the policy, and meets the others in a process
-    group of its own. Raises FilesError if some rank could not write.
-    """
+    """Writes the checkpoint into `directory` and the export into `export`, as `save_state` and `export_hf` do. May run
+    in a thread during updates: it reads no parameter and has its own process group. Raises FilesError if some rank
+    could not write."""
     _write_state(snapshot.state, snapshot.identity, mesh, directory)
     if snapshot.export is not None:
         files, split = snapshot.export
@@ -112,7 +103,7 @@ def write_snapshot(
 def _state_of(
     policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the state of now for DCP, which shares its memory, and the identity of adapters."""
+    """Returns the current state for DCP, which shares the policy's memory, and the identity of adapters."""
     check_copies(policy, mesh)
     reshard(policy)
     model_state, optimizer_state = _states(policy, optimizer)
@@ -128,7 +119,7 @@ def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, di
     with own:
         if adapters and mesh.rank == 0:
             save_identity(adapters, root)
-        written = list(root.glob(f"__{mesh.rank}_*.distcp"))  # DCP's names of this rank's shards
+        written = list(root.glob(f"__{mesh.rank}_*.distcp"))  # as DCP names this rank's shards
         if mesh.rank == 0:
             written += [path for name in (SHARDS_OF, IDENTITY_FILE) if (path := root / name).exists()]
         leave_digests(written, f"rank_{mesh.rank:05d}")
@@ -136,7 +127,7 @@ def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, di
 
 
 def missing_shards(directory: str) -> list[str]:
-    """Returns the files that a distributed checkpoint names in its `.metadata` and that are not there, or too short."""
+    """Returns the files named in a checkpoint's `.metadata` that are missing or too short."""
     root = Path(directory)
     metadata = root / SHARDS_OF
     if not metadata.exists():
@@ -150,12 +141,9 @@ def missing_shards(directory: str) -> list[str]:
 
 
 def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, directory: str) -> None:
-    """Reads what `save_state` wrote, on any number of ranks and copies.
-
-    Of the optimizer only its moments and steps: `actor.optim` may have changed since. A checkpoint of another
-    `model.dtype`, without a loss scale, leaves it as it is. Raises FilesError if it is of other adapters, or cannot be
-    read.
-    """
+    """Reads a checkpoint of `save_state`, also one of another number of ranks and copies. Of the optimizer only moments
+    and step counts are read: `actor.optim` may have changed since. A checkpoint of another `model.dtype`, which has no
+    loss scale, leaves the current one. Raises FilesError if the checkpoint has other adapters or cannot be read."""
     reshard(policy)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     check_identity(policy.model, Path(directory))
@@ -169,9 +157,9 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: Lo
         dcp.load(state, storage_reader=Reader(directory), planner=Planner())
     except CheckpointException as error:
         raise files_error(f"{directory} could not be loaded", error) from None
-    except (OSError, pickle.UnpicklingError) as error:  # of its metadata, on every rank
+    except (OSError, pickle.UnpicklingError) as error:  # from its metadata, on every rank
         raise FilesError(f"{directory} could not be loaded: {type(error).__name__}: {error}") from None
-    options = StateDictOptions(strict=False)  # DCP has already missed what is not there
+    options = StateDictOptions(strict=False)  # DCP has already reported missing values
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -180,32 +168,30 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: Lo
 
 
 def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the state of the model, each trained parameter once, and of the optimizer; all else is `model.path`'s."""
+    """Returns the states of the trained parameters, each once, and of the optimizer."""
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     return {name: value for name, value in model_state.items() if name in trained}, optimizer_state
 
 
 def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
-    """Writes, on rank 0, configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them.
-
-    LoRA is merged; in a folder of their own the adapters lie alone, for peft. Rank 0 holds one file's tensors at a
-    time, at most `EXPORT_FILE_BYTES`, or one larger tensor more. Raises FilesError if it cannot write.
-    """
+    """Writes, on rank 0, configuration, tokenizer and safetensors in `model.dtype`, for transformers and vLLM. LoRA
+    adapters are merged, and also written to a separate folder, for peft. Rank 0 holds the tensors of one file at a
+    time, at most `EXPORT_FILE_BYTES` or a single larger tensor. Raises FilesError if it cannot write."""
     dtype = getattr(torch, cfg.dtype)
     split = _split(policy, dtype)
     _write_export(_export_files(policy, mesh, split, dtype), split, policy, mesh, cfg, Path(directory))
 
 
 def _split(policy: PackedPolicy, dtype: torch.dtype) -> StateDictSplit:
-    """Returns which file each tensor of an export belongs to."""
+    """Assigns each tensor of an export to a file."""
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in full_shapes(policy.model)}
     return split_torch_state_dict_into_shards(shapes, max_shard_size=EXPORT_FILE_BYTES)
 
 
 def _export_files(policy: PackedPolicy, mesh: Mesh, split: StateDictSplit, dtype: torch.dtype) -> Iterator[ExportFile]:
-    """Yields, on rank 0, one file after the other, whose tensors share no memory with the policy; the other ranks take
-    part in gathering and yield nothing. A collective."""
+    """Yields, on rank 0, one file after the other, whose tensors share no memory with the policy. The other ranks only
+    take part in gathering. A collective."""
     held: dict[str, dict[str, Tensor]] = {}
     for name, full in full_parameters(policy, mesh, dtype):
         if mesh.rank == 0:
@@ -222,12 +208,12 @@ def _export_files(policy: PackedPolicy, mesh: Mesh, split: StateDictSplit, dtype
 def _write_export(
     files: Iterator[ExportFile], split: StateDictSplit, policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, root: Path
 ) -> None:
-    """Writes what `_export_files` yields, and all that an export has besides, on rank 0."""
+    """Writes the files of `_export_files` and all other files of an export, on rank 0."""
     own, with_adapters = OwnWork(mesh.files), False
     with own:
         if mesh.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
-    for name, tensors in files:  # to their end, whatever becomes of it: rank 0 takes part in every gathering
+    for name, tensors in files:  # continue after an error: rank 0 must take part in every gather
         with own:
             if not own.failed:
                 with_adapters = name == ADAPTER_FILE
@@ -246,11 +232,10 @@ def _write_export(
 
 
 def _save_description(policy: PackedPolicy, cfg: ModelConfig, root: Path) -> None:
-    """Writes what an export has besides its tensors."""
     config = copy.deepcopy(policy.model.config)
-    config.dtype = getattr(torch, cfg.dtype)  # not that of the master weights
+    config.dtype = getattr(torch, cfg.dtype)  # not the dtype of the master weights
     config.architectures = [type(policy.model).__name__]
     config.save_pretrained(root)
-    # Its `save_pretrained` refuses what it has let in, such as a temperature without `do_sample`.
+    # `save_pretrained` rejects values that loading accepts, such as a temperature without `do_sample`.
     policy.model.generation_config.to_json_file(root / GENERATION_CONFIG_NAME)
     AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(root)

@@ -1,1 +1,1 @@
-"""Holds the forward pass of a rank: packed sequences in, log-probability and entropy of each response token out."""
+"""Forward pass of a rank: packed sequences in, log-probability and entropy of each response token out."""

@@ -1,9 +1,8 @@
-"""Computes attention over packed sequences, plugged into transformers under the name `PACKED_ATTENTION`.
+"""Attention over packed sequences, registered in transformers as `PACKED_ATTENTION`.
 
-In: queries, keys and values of all sequences of a micro-batch laid end to end, and their `Segments`. Out: causal
-attention within each sequence. No [T, T] mask exists: variable-length kernels on GPU, one call per sequence on CPU.
-Sequences may share a prompt: only its keys and values are there for each of them.
-Sequence-parallel ranks each compute all tokens of some heads (`workers.training.forward.ulysses`).
+The sequences of a micro-batch lie end to end; `Segments` says where. Each attends causally within itself, without a
+[T, T] mask: variable-length kernels on GPU, one call per sequence on CPU. A prompt that sequences share is computed
+once; only its keys and values are repeated. Sequence-parallel ranks each compute all tokens of some heads (`ulysses`).
 """
 
 import inspect
@@ -29,35 +28,26 @@ _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).par
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Says with which prompt each of N segments begins.
+    """The prompt that each of N segments begins with."""
 
-    of: the number of the segment that is its prompt; its own number where it has none. lengths: tokens of each with its
-    prompt. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
-    """
-
-    of: tuple[int, ...]
-    lengths: tuple[int, ...]
-    cu_seq_lens: Tensor
+    of: tuple[int, ...]  # index of the segment that is its prompt; its own index if it has none
+    lengths: tuple[int, ...]  # tokens of each with its prompt
+    cu_seq_lens: Tensor  # [N + 1] int32 on the model's device: cumulative lengths from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Says where the sequences of a micro-batch lie. Made by `workers.training.forward.policy`, consumed by
-    `packed_attention`.
+    """Positions of the N sequences of a micro-batch. Made by `workers.training.forward.policy`, consumed by
+    `packed_attention`."""
 
-    lengths: tokens of each of the N sequences. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
-    group: the sequence-parallel ranks, each with an equal run of the tokens; None: this rank has all.
-    prompts: where several sequences share one, which then is a sequence of its own and missing in theirs; else None.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seq_lens: Tensor
-    group: dist.ProcessGroup | None = None
-    prompts: SharedPrompts | None = None
+    lengths: tuple[int, ...]  # tokens of each
+    cu_seq_lens: Tensor  # [N + 1] int32 on the model's device: cumulative lengths from 0
+    group: dist.ProcessGroup | None = None  # ranks with an equal run of the tokens each; None: all are here
+    prompts: SharedPrompts | None = None  # a shared prompt is a segment itself, and missing in those that share it
 
     @property
     def keys(self) -> "Segments | SharedPrompts":
-        """Returns what has the lengths and sums of the tokens that each sequence attends to."""
+        """Lengths and cumulative lengths of the tokens that each sequence attends to."""
         return self.prompts or self
 
     @property
@@ -79,12 +69,12 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention with transformers' signature: query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H,
-    D], None).
+    """Computes attention with transformers' signature: query [1, H, T, D], key and value [1, H_kv, T, D] ->
+    ([1, T, H, D], None).
 
-    T are the tokens of this rank, of all ranks in `segments.group` together those of the micro-batch.
-    Dropout is ignored on purpose: log-probabilities must be those of the sampling policy.
-    Raises ValueError for a sliding window shorter than a sequence, for logit soft-capping and for attention sinks.
+    T is the number of this rank's tokens; the ranks of `segments.group` together hold the micro-batch. Dropout is
+    ignored on purpose: log-probabilities must be those of the sampling policy. Raises ValueError for a sliding window
+    shorter than a sequence, for logit soft-capping and for attention sinks.
     """
     longest = max(segments.keys.lengths)
     if (sliding_window is not None and sliding_window < longest) or softcap is not None or s_aux is not None:
@@ -98,11 +88,8 @@ def packed_attention(
 
 
 def implementation(name: str) -> str:
-    """Returns the name to build a model with, for `model.attn_implementation`.
-
-    A name of transformers' stays, and its function is given where the sequences lie, as flash attention wants to be.
-    Raises ValueError for a name that transformers does not know.
-    """
+    """Returns the name to build a model with, for `model.attn_implementation`. A function of transformers keeps its
+    name, but is wrapped to receive the sequence boundaries. Raises ValueError for an unknown name."""
     if name == "auto":
         return PACKED_ATTENTION
     known = AttentionInterface()
@@ -118,8 +105,8 @@ def implementation(name: str) -> str:
 
 
 def why_unpackable(model: PreTrainedModel) -> str:
-    """Returns why a model would not keep the sequences of a micro-batch apart, could not be called on them, or has
-    other logits than the actors compute, and what to do; "" where nothing of it is known."""
+    """Returns what is wrong with a model and what to do; "" if no problem is known. Such a model mixes the sequences of
+    a micro-batch, cannot be called on them, or computes its logits in another way than the actors do."""
     masked = model.config._attn_implementation not in (PACKED_ATTENTION, *MASKLESS)
     if why := why_not_packed(type(model), type(model.base_model), masked=masked):
         return why
@@ -141,10 +128,8 @@ def _pass_through(
     segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Calls another attention function of transformers' on packed sequences; its mask comes from the positions.
-
-    A model that says nothing of segments, which shares the process, gets what it would get without us.
-    """
+    """Calls another attention function of transformers on packed sequences; its mask comes from the positions. Without
+    segments, as for another model in the same process, the call is unchanged."""
     if segments is None:
         return inner(module, query, key, value, attention_mask, **options)
     cu, longest = segments.cu_seq_lens, segments.longest
@@ -163,7 +148,7 @@ def _over_all_tokens(
     if segments.group is None:
         return attend(query, key, value)
     missing = dist.get_world_size(segments.group) // key.shape[1]
-    if missing > 1:  # fewer key-value heads than ranks: neighbours hold the same one
+    if missing > 1:  # fewer key-value heads than ranks: neighbours get the same one
         key, value = key.repeat_interleave(missing, dim=1), value.repeat_interleave(missing, dim=1)
     query, key, value = scatter_heads([query, key, value], segments.group)
     return gather_heads(attend(query, key, value), segments.group)
@@ -191,12 +176,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
 
 
 def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """Makes one call per sequence, on views.
-
-    Sorting sequences into right-padded buckets was measured and is not faster: forward and backward of one layer with 4
-    heads on one thread took 11.0 ms against 11.4-12.9 ms (64 sequences of 42 tokens) and 75 ms against 76-95 ms (64
-    long-tailed ones, up to 489 tokens); one padded batch took 10.7 ms and 450 ms.
-    """
+    """Makes one call per sequence, on views. Sorting sequences into right-padded buckets is not faster. Measured for
+    one layer with 4 heads on one thread, forward and backward: 11.0 ms against 11.4-12.9 ms (64 sequences of 42 tokens)
+    and 75 ms against 76-95 ms (64 long-tailed ones, up to 489 tokens); one padded batch took 10.7 ms and 450 ms."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -212,7 +194,7 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, 
 
 
 def _with_prompts(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Cuts [1, H, T, D] into the sequences, each with the prompt that it shares."""
+    """Splits [1, H, T, D] into the sequences, each with the prompt that it shares."""
     parts = x.split(segments.lengths, dim=2)
     if segments.prompts is None:
         return list(parts)
@@ -223,7 +205,7 @@ def _with_prompts(x: Tensor, segments: Segments) -> list[Tensor]:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns no mask where transformers asks for one; the segments say all that it would."""
+    """Makes no mask: the segments replace it."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,8 +1,7 @@
-"""Computes log-probability and entropy of each response token from hidden states: [R, h] in, [R] out, forward and
-backward.
+"""Log-probability and entropy of each response token from hidden states, [R, h] -> [R], with a backward pass.
 
-Logits live in a chunk's buffers that all chunks use in turn; the backward pass computes them again. Neither the
-[R, vocabulary] logits nor their gradient ever exist: at 20,480 tokens and 152k entries each would be 12.4 GB.
+Logits are computed in chunks that reuse the same buffers, and recomputed in the backward pass. The [R, vocabulary]
+logits and their gradient are never stored: at 20,480 tokens and 152k entries each would take 12.4 GB.
 """
 
 from collections.abc import Iterator
@@ -26,11 +25,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Computes both under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head.
 
-    hidden: [R, h]. labels: [R] int64. Returns (natural log-probability of each label, entropy in nats), both [R], in
-    float32 or better. entropy_gradient: the entropy has a gradient; otherwise it is a metric. With R = 0 both are
-    empty and gradients zero, so that an FSDP rank without tokens still takes part.
-
-    Raises ValueError when the head is not an `nn.Linear`: its weight is used, and what else it computes would be lost.
+    hidden: [R, h]. labels: [R] int64. entropy_gradient: whether the entropy is differentiable; otherwise it is a
+    metric. Returns (natural log-probability of each label, entropy in nats), both [R], in float32 or wider. With R = 0
+    both are empty and gradients zero, so that an FSDP rank without tokens still takes part. Raises ValueError unless
+    the head is an `nn.Linear`: only its weight and bias are used.
     """
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -42,7 +40,7 @@ def token_logprobs(
 
 
 class _Logits:
-    """Makes the logits of each chunk, in buffers that the next one overwrites: fresh memory is expensive on a CPU."""
+    """Computes the logits of each chunk in reused buffers: fresh memory is expensive on a CPU."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, vocabulary: int
@@ -57,7 +55,7 @@ class _Logits:
         self._values = self.product if self.dtype is hidden.dtype else torch.empty_like(self.product, dtype=self.dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields (which of the R rows, their logits / temperature [rows, vocabulary], to be overwritten at will)."""
+        """Yields (slice of the R rows, their logits / temperature [rows, vocabulary], which may be overwritten)."""
         for start in range(0, len(self._hidden), self.rows or 1):
             where = slice(start, start + self.rows)
             part = self._hidden[where]
@@ -86,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logits = _Logits(hidden, weight, bias, temperature, vocabulary)
-        # Not three views of one tensor: FSDP hangs its backward hook on the outputs.
+        # Not three views of one tensor: FSDP registers its backward hook on the outputs.
         logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=logits.dtype) for _ in range(3))
         scratch = torch.empty_like(logits.product, dtype=logits.dtype)
         for where, z in logits.chunks():
@@ -129,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, labels[where, None], by_logprob[where])
             if bias_grad is not None:
                 bias_grad[: ctx.vocabulary] += grad.sum(dim=0)
-            # The product's buffer is free again: the matrix products take the gradient in the model's type.
+            # Reuse the product's buffer: the matrix products take the gradient in the model's dtype.
             grad = logits.product[: len(grad)].copy_(grad)
             if hidden_grad is not None:
                 torch.mm(grad, logits.weight, out=hidden_grad[where])
@@ -139,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to total, whatever the type of the factors."""
+    """Adds left @ right to total, whose dtype may differ."""
     if total.dtype is right.dtype:
         total.addmm_(left, right)
     else:

@@ -1,7 +1,8 @@
-"""Computes the policy over packed sequences: training sequences in, log-probability and entropy per sampled token out.
+"""The policy over packed sequences: training sequences in, log-probability and entropy per sampled token out, both at
+the sampling temperature.
 
-Both are at the sampling temperature. Logits exist only where a sampled token is predicted, a chunk at a time: response
-tokens that the policy did not sample are read like the prompt, and nothing that follows knows of them.
+Logits are computed only where a sampled token is predicted. Response tokens that the policy did not sample are only
+read, like the prompt.
 """
 
 from collections.abc import Sequence
@@ -26,28 +27,21 @@ ALONE = SequenceParallel()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Holds sequences laid end to end, T tokens, of which R predict a sampled one. Made by `collate`, consumed by
-    `workers.training.update`.
+    """Sequences laid end to end: T tokens, of which R predict a sampled token. Made by `collate`, consumed by
+    `workers.training.update`. Each sequence-parallel rank holds t of the T tokens, contiguous, and r of the R
+    predictors."""
 
-    Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
-    token_ids, position_ids: [1, t] int64; positions count from 0 in each sequence.
-    predictors: [r] int64, the place among the t whose logits predict each sampled token. labels: [r] int64, these
-    tokens. counts: r of each rank.
-    Of all sampled tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
-    that a sampled token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
-    """
-
-    token_ids: Tensor
-    position_ids: Tensor
+    token_ids: Tensor  # [1, t] int64
+    position_ids: Tensor  # [1, t] int64, from 0 in each sequence
     segments: Segments
-    predictors: Tensor
-    labels: Tensor
-    counts: tuple[int, ...]
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    segment_ids: Tensor
-    staleness: Tensor
+    predictors: Tensor  # [r] int64, indices into t of the tokens whose logits predict a sampled token
+    labels: Tensor  # [r] int64, the sampled tokens
+    counts: tuple[int, ...]  # r of each rank
+    rollout_logprobs: Tensor  # [R] float32
+    advantages: Tensor  # [R] float32
+    weights: Tensor  # [R] float32
+    segment_ids: Tensor  # [R] int64, index of the token's sequence
+    staleness: Tensor  # [R] int64, see `TrainSequence`
 
 
 def collate(
@@ -57,13 +51,9 @@ def collate(
     *,
     share_prompts: bool = True,
 ) -> MicroBatch:
-    """Lays sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
-
-    share_prompts: the prompt of neighbours that have the same one stands there once, before them, where that saves
-    much (`dapo.derived.shares_prompts`).
-
-    Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
-    part in every collective.
+    """Lays sequences end to end on `device`; with several ranks, up to size - 1 filler tokens make T divisible.
+    share_prompts: neighbours with the same prompt have it once, before them, where that saves much. Without sequences
+    the micro-batch is one token per rank with nothing to train (R = 0): the rank still takes part in every collective.
     """
     rank, size = sequence_parallel.rank, sequence_parallel.size
     tokens, positions, predict, lengths, prompts = _lay_out(sequences, size, share_prompts)
@@ -105,8 +95,8 @@ def _sums(lengths: Sequence[int]) -> NDArray[np.int32]:
 def _lay_out(
     sequences: Sequence[TrainSequence], multiple: int, share_prompts: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int], list[int]]:
-    """Returns (tokens [T], positions [T], predictors [R] as places in T, lengths and prompts of the N segments; a
-    segment's prompt is another's number, or its own: none), T > 0 a multiple of `multiple`."""
+    """Returns (tokens [T], positions [T], predictors [R] as indices into T, lengths and prompts of the N segments). A
+    prompt is a segment's index, its own index if it has none. T > 0 is a multiple of `multiple`."""
     parts, positions, predictors = [], [], [np.zeros(0, np.int64)]
     lengths: list[int] = []
     prompts: list[int] = []
@@ -142,12 +132,9 @@ def _lay_out(
 
 
 class PackedPolicy(nn.Module):
-    """Wraps a causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
-
-    `model` must have been built with an attention of `workers.training.forward.attention.implementation`. Dropout and
-    the noise of a router of experts are off for good. entropy_gradient: the entropy is part of the loss; without it, it
-    is a metric and costs no memory.
-    """
+    """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP. `model`
+    must use an attention of `workers.training.forward.attention.implementation`. Dropout and the noise of expert
+    routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
         super().__init__()
@@ -157,12 +144,12 @@ class PackedPolicy(nn.Module):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            for name, value in vars(module).items():  # rates of models that call functions of torch's
+            for name, value in vars(module).items():  # rates of models that call torch's functions
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""
+        """Returns (log-probabilities [R], entropy [R]) in nats, float32, equal on all sequence-parallel ranks."""
         hidden = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
@@ -178,5 +165,5 @@ class PackedPolicy(nn.Module):
         if batch.segments.group is None:
             return logprobs, entropy
         both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
-        entropy = both[:, 1].clone()  # FSDP puts hooks on what leaves it, which views would drop
+        entropy = both[:, 1].clone()  # FSDP registers hooks on outputs; views would lose them
         return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach()

@@ -1,8 +1,5 @@
-"""Applies activation checkpointing per decoder layer: what the backward pass computes again instead of keeping it.
-
-In: a model and `model.gradient_checkpointing`. Out: the same model, whose layers keep in training mode their inputs
-alone (`full`), also what is expensive to compute (`selective`), or everything (`none`).
-"""
+"""Activation checkpointing per decoder layer (`model.gradient_checkpointing`): in training mode a layer keeps for the
+backward pass only its inputs (`full`), also what is expensive to compute (`selective`), or everything (`none`)."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +23,7 @@ ATTENTION = frozenset(
 
 
 def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
-    """Switches it on, in place. mode: one of `dapo.config.schema.GRADIENT_CHECKPOINTING`."""
+    """Enables it in place. mode: one of `dapo.config.schema.GRADIENT_CHECKPOINTING`."""
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
@@ -36,12 +33,9 @@ def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Keeps attention and every second matrix product of one layer in one forward pass.
-
-    In a Qwen2 or Llama layer these are the projections k, o and up; of the others, q, v and gate are computed again,
-    and down, whose value no gradient needs, never is.
-    """
-    products = {True: 0, False: 0}  # counted anew when computed again, which is in the same order
+    """Keeps attention and every second matrix product of one layer in one forward pass. In a Qwen2 or Llama layer these
+    are the projections k, o and up; q, v and gate are recomputed, and down is not, as no gradient needs it."""
+    products = {True: 0, False: 0}  # separate counts: recomputation has the same order
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name().partition(".")[0]

@@ -1,7 +1,7 @@
-"""Implements Ulysses sequence parallelism (arXiv 2309.14509): sequence-parallel ranks exchange heads for tokens.
+"""Ulysses sequence parallelism (arXiv 2309.14509): sequence-parallel ranks exchange tokens for heads.
 
-In: each rank's part of the tokens with all heads. Around attention, all tokens with a part of the heads; at the end,
-every rank's response tokens for everyone. Each function is a collective over the group and differentiable.
+Each rank has part of the tokens with all heads; around attention, all tokens with part of the heads. At the end, every
+rank's response tokens are gathered on all. Each function is a differentiable collective over the group.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges over the first dimension, of the group's size; it is its own inverse and its own gradient."""
+    """Exchange over the first dimension, of the group's size; it is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,8 +32,7 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows of all ranks in their order. Every rank computes the same from them, so that the gradient is a
-    slice."""
+    """Gathers the rows of all ranks in rank order. All ranks compute the same from them: the gradient is a slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
@@ -51,7 +50,7 @@ class _Gather(torch.autograd.Function):
 
 
 def scatter_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Exchanges each [1, H, T / size, D], H a multiple of size, for [1, H / size, T, D]; one exchange for all."""
+    """Exchanges each [1, H, T / size, D], H a multiple of size, for [1, H / size, T, D], all in one exchange."""
     size = dist.get_world_size(group)
     parts = [tensor.squeeze(0).unflatten(0, (size, -1)) for tensor in tensors]
     by_source = _Exchange.apply(torch.cat(parts, dim=1), group)
@@ -67,5 +66,5 @@ def gather_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_rows(own: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Gathers [counts[rank], ...] of each rank -> [sum of counts, ...] on all; nothing is sent where all are empty."""
+    """Gathers [counts[rank], ...] of each rank -> [sum of counts, ...] on all; sends nothing if all are empty."""
     return _Gather.apply(own, counts, group) if max(counts) else own
