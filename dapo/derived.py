@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from dapo.config.devices import gpus_per_engine
+from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 
 LENT_TRANSPORT = "ipc"  # of the weights for engines that are lent GPUs: from the rank on the same one
 

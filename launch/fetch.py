@@ -21,8 +21,8 @@ from typing import Any
 
 from dapo.config.compose import compose
 from dapo.config.paths import data_parts, resolve_path
+from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 from dapo.report.console import end, say
 
 NOT_SAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "original/*")

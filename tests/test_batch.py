@@ -11,8 +11,8 @@ from dapo.advantage import group_advantages
 from dapo.batch import advantages_of, build_batch, deal, has_signal
 from dapo.config.algorithm import ADVANTAGES, LOSS_AGG_MODES
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 from dapo.types import Group, TrainBatch, VersionSpan
 from tests.support.fakes import make_group, make_response
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardConfig
-from dapo.config.sources import SourceConfig
+from dapo.config.sampling import SourceConfig
 from dapo.derived import response_caps
 from dapo.measure.usage import Level, resident_bytes
 from dapo.report.watchdog import Member
@@ -24,10 +24,8 @@ from dapo.rewards.calling.loading import tail, with_judge
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score, unscorable
 from workers.remote import RemoteError, wait
-from workers.scoring.asking import Asking
-from workers.scoring.beside import Judges, RewardModel
+from workers.scoring.asking import Asking, Judges, RewardModel
 from workers.scoring.children import Children
-from workers.scoring.describe import describe
 from workers.scoring.fleet import Fleet, WorkerLost
 from workers.scoring.verdict import (
     MAX_FAILURES_IN_A_ROW,
@@ -282,3 +280,26 @@ class RewardPool:
 def _last_turn(prompt: Prompt) -> str:
     """Returns the message that the response answers, before any chat template."""
     return prompt.messages[-1][1] if prompt.messages else prompt.text
+
+
+def describe(cfg: RewardConfig, about: dict[str, Any]) -> str:
+    """Returns limits, concurrency and what is not protected. about: as returned by `RewardWorker.start`."""
+    limits, granted = cfg.limits, about["granted"]
+    switches = {"processes": limits.allow_processes, "network": limits.allow_network}
+    refused = [name for name, allowed in switches.items() if not allowed and name not in granted]
+    line = (
+        f"reward: {cfg.num_workers} x {cfg.children_per_worker} processes, each limited to {limits.cpu_s:g} s "
+        f"CPU and {limits.wall_s:g} s a response, {limits.memory_bytes >> 20} MiB above its imports, files of "
+        f"{limits.file_bytes >> 10} KiB"
+    )
+    if granted:
+        line += f", no {' and no '.join(granted)}"
+    if refused:
+        line += f"; this kernel grants no limit of {' and '.join(refused)} (seccomp)"
+    if about["programs"]:
+        line += f"; programs of the model: {about['programs']}"
+    if about["asynchronous"]:
+        line += f"; {', '.join(about['asynchronous'])}: {cfg.concurrency} responses at a time in each worker"
+    if about["without_canary"]:
+        line += f"; no known answers for {', '.join(about['without_canary'])} (no `canaries` in its module)"
+    return line

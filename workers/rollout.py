@@ -15,13 +15,25 @@ from dapo.report.watchdog import waiting
 from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
-from workers.engines.canary import CANARY, canary_sequence
 from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.unfinished import Unfinished
 from workers.engines.updates import WeightUpdates
 from workers.remote import RemoteError, WorkerLost, wait_for_stream
+
+CANARY = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16)
+
+
+def canary_sequence(prompt: Int32Array, response: Response) -> TrainSequence:
+    return TrainSequence(
+        token_ids=np.concatenate([prompt, response.token_ids]),
+        num_prompt_tokens=len(prompt),
+        rollout_logprobs=response.rollout_logprobs,
+        advantage=0.0,
+        token_weight=0.0,
+        staleness=np.zeros(len(response.token_ids), dtype=np.int32),
+    )
 
 
 class RolloutPool(WeightUpdates):

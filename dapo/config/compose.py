@@ -28,8 +28,8 @@ from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, near
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 
 FLAGS = (  # Hydra's; argparse also accepts their prefixes
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),

@@ -1,6 +1,6 @@
 """Decides which prompt each draw visits.
 
-    draw k ─▶ its source and its rank there (`dapo.data.shares`) ─▶ a visit of that source's own order ─▶ a prompt
+    draw k ─▶ its source and its rank there (`dapo.data.order`) ─▶ a visit of that source's own order ─▶ a prompt
 
 Without a curriculum the visit is the rank, so the prompt depends only on k. A curriculum (`dapo.data.curriculum`) skips
 visits by the history of their prompts. Draws run ahead of the scores by an amount that depends on timing. To stay
@@ -12,6 +12,7 @@ therefore a function of the seed and the scores.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,37 @@ from numpy.typing import NDArray
 from dapo.config.schema import Config
 from dapo.data.curriculum import Curriculum, curriculum_of
 from dapo.data.history import PromptHistory
-from dapo.data.shares import Shares
 from dapo.sampling.outcome import classifier, classify
 from dapo.types import Draw, Group, Prompt
+
+
+class Shares:
+    """Splits the draws by weight: the first source takes its part evenly out of all draws, the second its part out of
+    the rest, and so on. Every stretch of draws has each source's share (`parts`), to within one draw per source. The
+    arithmetic is exact, so the result is the same on every machine."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        self._parts = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]  # of the remaining
+        self.parts = [float(weight / sum(exact)) for weight in exact]  # of all
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Returns the source of draw `index` and its rank: how many earlier draws went to this source."""
+        left = index  # earlier draws that went to this source or a later one
+        for source, part in enumerate(self._parts):
+            taken = left * part.numerator // part.denominator
+            if (left + 1) * part.numerator // part.denominator > taken:
+                return source, taken
+            left -= taken
+        raise AssertionError("the last source takes all that is left")
+
+    def counts(self, draws: int) -> list[int]:
+        found = []
+        for part in self._parts:
+            found.append(draws * part.numerator // part.denominator)
+            draws -= found[-1]
+        return found
+
 
 FILE = "order.json"
 CHANCE = 1  # seed word of the random numbers for skipping, separate from the order of an epoch

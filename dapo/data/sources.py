@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from dapo.config.sampling import MAX_SAMPLES, DataConfig
+from dapo.config.sampling import MAX_SAMPLES, DataConfig, SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 from dapo.data.layouts import Reading
 from dapo.data.prompts import DataReport, load_counted
 from dapo.types import HeldOut, Prompt

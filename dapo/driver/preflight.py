@@ -11,9 +11,8 @@ from dapo.config.facts.hub import unreachable
 from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, weights_problems
 from dapo.config.paths import checked_data, data_parts, not_on_hub, resolve_path
-from dapo.config.reward import RewardConfig, RewardFunctionConfig
+from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
-from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
 from dapo.data.files import read_chunks
 from dapo.data.sources import held_out_files, train_files

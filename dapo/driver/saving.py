@@ -1,7 +1,7 @@
 """Saves a run to disk and resumes it: which part writes which files of a checkpoint.
 
 A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported model) and the driver's part
-(`dapo.driver.captured`). Groups that finish between two checkpoints go to a journal (`dapo.sampling.journaled`).
+(`dapo.driver.saving`). Groups that finish between two checkpoints go to a journal (`dapo.sampling.journaled`).
 
     capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
     the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
@@ -9,12 +9,11 @@ A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo.config.schema import Config
-from dapo.data.order import PromptOrder
-from dapo.driver.captured import Captured, Resumed
+from dapo.data.order import PromptOrder, SavedOrder
 from dapo.faults.limit import TimeLimit
 from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost, RewardPool
@@ -24,7 +23,7 @@ from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.sampling.journaled import note, recover
-from dapo.sampling.saved import read_groups
+from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.durable import free_space
@@ -32,6 +31,39 @@ from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.state.voided import Voided
 from dapo.types import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """The driver's part of a checkpoint, captured at one moment. order: prompt order with the prompt history. held:
+    groups, each with the policy version at its start. names: (draw, that version) of each."""
+
+    state: DriverState
+    order: SavedOrder
+    held: list[tuple[Group, int]]
+    names: set[tuple[int, int]]
+
+    def write(self, directory: Path) -> None:
+        """Writes all files, `driver.json` last."""
+        write_groups(directory, self.held)
+        self.order.write(directory)
+        self.state.write(directory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. groups: number of
+    its groups. journaled: number of groups that finished after it."""
+
+    version: int
+    directory: Path | None
+    groups: int
+    journaled: int
+
+    @property
+    def where(self) -> str:
+        journal = f"{self.journaled} groups of the journal" if self.journaled else ""
+        return " and ".join([str(part) for part in (self.directory, journal) if part])
 
 
 class SaveFailed(RuntimeError):

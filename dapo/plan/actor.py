@@ -18,7 +18,7 @@ from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term, product, together
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CANARY_TOKENS = 16  # `workers.engines.canary`
+CANARY_TOKENS = 16  # `workers.rollout`
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox.frames import contents, pack, read_frame, receive_piece, send_piece
 from dapo.sandbox.jobs import SETUP_S, longest_s
 from dapo.sandbox.program import FILES, Confinement, Outcome, Program, SandboxError

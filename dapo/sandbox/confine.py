@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox import bpf, calls, kernel, mounts
 from dapo.sandbox.program import Confinement
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox import kernel
 from dapo.sandbox.child import BEGUN, MAX_WORDS, become
 from dapo.sandbox.confine import Place

@@ -5,7 +5,7 @@ allows no namespace. Root needs CAP_SYS_ADMIN; other users create a user namespa
 import os
 from collections.abc import Sequence
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox import kernel
 
 FOLDER = "/box"

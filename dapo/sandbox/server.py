@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox import bpf, kernel
 from dapo.sandbox.child import MAX_DESCRIPTORS
 from dapo.sandbox.confine import python_paths, readable_paths

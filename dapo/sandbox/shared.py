@@ -1,6 +1,6 @@
 """The one sandbox of this process and the processes forked from it, used by reward functions and tools."""
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import Outcome, Program
 

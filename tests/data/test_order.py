@@ -8,8 +8,7 @@ import pytest
 from dapo.config.schema import Config
 from dapo.data.curriculum import Retire
 from dapo.data.history import PromptHistory
-from dapo.data.order import PromptOrder
-from dapo.data.shares import Shares
+from dapo.data.order import PromptOrder, Shares
 from dapo.types import Prompt
 from tests.support.fakes import make_group, make_prompt
 

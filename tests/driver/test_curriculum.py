@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.config.sources import SourceConfig
 from dapo.data.order import PromptOrder
 from dapo.replay.batches import BATCHES, SavedStream
 from dapo.types import Group

@@ -9,7 +9,7 @@ from dapo.plan.report import report
 from dapo.plan.step import Step
 from dapo.plan.terms import size
 from tests.support.plan.plans import planned
-from workers.engines.canary import CANARY
+from workers.rollout import CANARY
 
 
 def test_roles_that_take_turns_have_a_gpu_each_at_its_time():

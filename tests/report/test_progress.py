@@ -13,7 +13,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.report import console
 from dapo.report.progress import GENERATING, Moment, Progress, line_of
 from dapo.report.watchdog import Watchdog, waiting
-from dapo.sampling.traffic import Traffic
+from dapo.sampling.stream import Traffic
 from tests.support.clock import Clock
 from tests.support.driver.loops import some_mixed
 from tests.support.fakes import FakeRewards

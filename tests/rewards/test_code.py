@@ -7,8 +7,7 @@ import time
 import psutil
 import pytest
 
-from dapo.config.reward import RewardFunctionConfig
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import RewardFunctionConfig, SandboxConfig
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.code import compute_score, last_block
 from dapo.rewards.reading.expected import agrees, read_tests, returned

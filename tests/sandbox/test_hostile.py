@@ -15,7 +15,7 @@ from string import Template
 import psutil
 import pytest
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.rewards.calling.fork_server import Item
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import FILES, Program

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox import client
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.frames import pack, send_piece
@@ -287,7 +287,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 
 HANDLES = """
 import os
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import SandboxConfig
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import Program
 
@@ -326,7 +326,7 @@ def test_what_a_killed_server_left_behind_goes_when_another_one_starts(tmp_path,
 
 def test_a_server_whose_owner_is_killed_ends(tmp_path):
     program = (
-        "import os, signal\nfrom dapo.config.sandbox import SandboxConfig\nfrom dapo.sandbox.client import Sandbox\n"
+        "import os, signal\nfrom dapo.config.reward import SandboxConfig\nfrom dapo.sandbox.client import Sandbox\n"
         "sandbox = Sandbox(SandboxConfig())\nprint(sandbox.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,7 +6,7 @@ import pytest
 
 from dapo.measure import clock as clock_module
 from dapo.report import console, watchdog
-from dapo.sampling import traffic as traffic_module
+from dapo.sampling import stream as traffic_module
 
 
 class Clock:

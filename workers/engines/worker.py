@@ -5,7 +5,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
 from workers.engines.orphans import ACTOR
-from workers.engines.stopping import end_of, spans_up_to
 from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
@@ -243,3 +242,22 @@ class RolloutWorker:
     async def stop(self) -> None:
         """Ends the engine's processes. Without a timeout vLLM would give running requests seconds to finish."""
         self._engine.shutdown(timeout=0.5)
+
+
+def end_of(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
+    """Returns how many of the tokens are needed to contain a whole stop string; None if there is none. decode: returns
+    the text of tokens; called about log2(len(token_ids)) times."""
+    holds = lambda count: any(each in decode(list(token_ids[:count])) for each in stop)  # noqa: E731
+    if not stop or not holds(len(token_ids)):
+        return None
+    without, found = 0, len(token_ids)
+    while found - without > 1:
+        middle = (without + found) // 2
+        without, found = (without, middle) if holds(middle) else (middle, found)
+    return found
+
+
+def spans_up_to(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
+    """Returns the spans, clipped to the first `end` tokens."""
+    kept = (span for span in spans if span.start < end)
+    return tuple(VersionSpan(version=span.version, start=span.start, end=min(span.end, end)) for span in kept)

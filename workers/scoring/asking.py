@@ -3,14 +3,43 @@ restarted, or an endpoint refuses connections or asks for a pause, up to `reward
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from dapo.report.watchdog import waiting
 from dapo.rewards.calling.fork_server import Item
+from dapo.types import Prompt, Response
 from workers.remote import RemoteError
-from workers.scoring.beside import Judges
+from workers.scoring.fleet import Fleet
 from workers.scoring.verdict import Verdict
+
+
+class RewardModel(Protocol):
+    """A model that scores, such as `workers.reward_model.RewardModelPool`; NaN if it cannot. fleet: its workers."""
+
+    fleet: Fleet
+
+    async def start(self, timeout_s: float) -> None: ...
+    async def score(self, prompt: Prompt, response: Response) -> float: ...
+    def stop(self) -> None: ...
+
+
+class Judges(Protocol):
+    """Self-hosted judges that async functions call: `workers.judge.JudgePool`. failure: why no judge is left, or "".
+    servers: the `url`, `key` and start number (`start`) of each serving judge. there: the same, but waits for one.
+    heard: waits until each serving judge has answered a probe or is lost."""
+
+    failure: str
+
+    @property
+    def restarts(self) -> int: ...
+    async def start(self, timeout_s: float) -> None: ...
+    def servers(self) -> Sequence[dict[str, str]]: ...
+    async def there(self) -> Sequence[dict[str, str]]: ...
+    async def heard(self) -> None: ...
+    def stop(self) -> None: ...
+
 
 MOVES = 3  # retries of a response on restarted judges: the response itself may crash them
 PAUSE_S, MAX_PAUSE_S = 5.0, 60.0  # between retries of a response whose server is unreachable; doubles

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,14 +22,38 @@ from dapo.own.loading import OwnFunction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
-from workers.training.entropy import high_entropy
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
+from workers.training.forward.ulysses import gather_rows
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
 from workers.training.parity import check_parity
 from workers.training.scaling import LossScale
 from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
 from workers.training.unanimous import Unanimous
+
+
+@torch.no_grad()
+def high_entropy(entropies: Sequence[Tensor], weights: Sequence[Tensor], share: float, mesh: Mesh) -> list[Tensor]:
+    """Returns a mask [R] per micro-batch: 1 for the `share` of the trained tokens with the highest entropy, else 0. The
+    number of tokens is rounded up and ties are included. entropies, weights: [R] per micro-batch of this rank; tokens
+    of weight 0 are not trained and not counted. A collective over all ranks."""
+    own = torch.cat([entropy[weight != 0] for entropy, weight in zip(entropies, weights, strict=True)])
+    everyone = _gather(own if mesh.sequence_parallel.rank == 0 else own[:0])  # ranks of one sequence have equal values
+    bound = torch.full((), -math.inf, dtype=own.dtype, device=own.device)
+    if len(everyone):
+        count = max(1, math.ceil(share * len(everyone)))
+        bound = everyone.kthvalue(len(everyone) - count + 1).values
+    return [(entropy >= bound).to(entropy.dtype) for entropy in entropies]
+
+
+def _gather(values: Tensor) -> Tensor:
+    """Concatenates the values of all ranks, whose numbers of values may differ."""
+    size = torch.tensor([len(values)], device=values.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    assert dist.group.WORLD is not None
+    return gather_rows(values, tuple(map(int, sizes)), dist.group.WORLD)
+
 
 MAX_SKIPPED_IN_A_ROW = 3
 

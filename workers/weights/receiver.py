@@ -4,9 +4,11 @@ vLLM imports this module as `worker_extension_cls`, which registers the transfer
 model has exactly the weights of the actors' buckets, or the update has failed.
 """
 
+import ctypes
 import logging
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,10 +29,29 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.sandbox.kernel import die_with
 from workers.meeting import find_store
-from workers.weights.asleep import free
 from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup
 from workers.weights.memory import Handle, open_shared, place
+
+DONT_NEED = 4  # MADV_DONTNEED of madvise(2): frees private memory, which then reads as zeros
+
+
+def free(tensors: Iterable[Tensor]) -> int:
+    """Frees the whole pages of these tensors, shared storages once; returns bytes. Packed tensors are skipped: oneDNN
+    owns their memory. Raises OSError if the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    freed = 0
+    for start, size in {storage.data_ptr(): storage.nbytes() for storage in storages}.items():
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length <= 0:
+            continue
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), DONT_NEED):
+            number = ctypes.get_errno()
+            raise OSError(number, f"the kernel does not take {length} bytes back: {os.strerror(number)}")
+        freed += length
+    return freed
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.reward import RewardFunctionConfig
-from dapo.config.sources import SourceConfig
+from dapo.config.sampling import SourceConfig
 from dapo.rewards.calling.functions import RewardFunctions
 from dapo.rewards.calling.loading import Canary, ready_name
 

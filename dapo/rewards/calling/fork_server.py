@@ -24,8 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig, SandboxConfig
 from dapo.rewards.calling import sandbox
 from dapo.rewards.calling.by_entry import FunctionsByEntry
 from dapo.rewards.calling.frames import EXIT_MEMORY, pack, read_frame

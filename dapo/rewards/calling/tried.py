@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.config.sandbox import SandboxConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig, SandboxConfig
 from dapo.rewards.calling import sandbox
 from dapo.rewards.calling.functions import RewardFunctions
 
