@@ -1,8 +1,10 @@
 """Trains the policy on FSDP2 ranks, with a driver-side pool that calls them all. Takes `TrainBatch`es with advantages
 and token weights; produces metrics, checkpoints, and full weights for the engines."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,12 +24,10 @@ from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
 from workers.training.files import state
-from workers.training.files.checkpoints import THREAD, Checkpoints
 from workers.training.moments import Moments
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
-from workers.training.sending import BESIDE, Sending
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
@@ -36,6 +36,9 @@ from workers.training.work import MicroBatches, RankWork, equal_at, known_shape,
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
+BESIDE = "beside"  # Ray's concurrency group of calls to a rank that may hang in a broadcast
+THREAD = "files"  # Ray's concurrency group of writing in a thread
+CLOSE_S = 5.0
 COLLECTIVE_S = 600.0  # longest timeout of one collective: a rank that is later will hardly ever arrive
 
 
@@ -186,17 +189,30 @@ class ActorWorker:
             self._release()
 
 
-class ActorPool(Checkpoints, Sending):
+async def _check_written(directory: str, what: str) -> None:
+    """Raises RemoteError if this process does not see all files that the ranks have written."""
+    if missing := await asyncio.to_thread(state.missing_shards, directory):
+        raise RemoteError(
+            f"{what}: {', '.join(missing[:4])} ({len(missing)} in all) of the actors' files are not there, or cut "
+            "off; give a `trainer.output_dir` on a file system that all nodes share"
+        )
+
+
+class ActorPool:
     """Calls all FSDP ranks as one; each call has a configured deadline. Every method raises RemoteError if all ranks
     raised alike; then nothing has changed and work can go on. It raises ActorsLost if a rank died, did not answer, or
-    failed differently from the others; then only `restart` works."""
+    failed differently from the others; then only `restart` works.
+
+    save, export_hf: the ranks write, and do nothing else meanwhile. stage, write_staged: the ranks copy their state,
+    and write the copy in a thread (`THREAD`) during updates. All ranks must see the directories."""
 
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """place: returns Ray options of each rank, called at every start (`workers.placement.Placement`)."""
         # Ray's types lack concurrency groups. Methods outside the groups still run one by one, in call order.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # as source text: the ranks' nodes need not have the file
-        super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
+        self._cfg = cfg
+        self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()])
         self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
         self.before_restart: Callable[[], Awaitable[None]] | None = None  # frees the GPUs for new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
@@ -289,6 +305,77 @@ class ActorPool(Checkpoints, Sending):
             "actor.timeout_s",
         )
         return in_order(results[:: self._sequence_parallel])
+
+    async def check_shared(self, path: str, content: str) -> None:
+        """Raises RemoteError unless all ranks read `content` in the file that the driver wrote."""
+        answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")
+        if others := {f"{host} ({text[:200]})": None for host, text in answers if text != content}:
+            raise RemoteError(
+                f"`trainer.output_dir`: actor ranks on {', '.join(others)} do not see {path} as the driver has written "
+                "it; give a directory on a file system that all nodes share"
+            )
+
+    async def save(self, directory: str, version: int) -> None:
+        """Writes the state of policy `version` into `directory`. Raises RemoteError also if the weights are of another
+        version or the driver does not see a written file; ActorsLost also if parameter copies differ."""
+        what = f"saving {directory}"
+        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), what)
+        await _check_written(directory, what)
+
+    async def stage(self, version: int, *, export: bool) -> None:
+        """Copies the state of policy `version` to host memory, for one `write_staged`; with `export` also the whole
+        model, on rank 0. Raises as `save` does."""
+        what = f"copying policy version {version} to host memory"
+        await self._checkpoint(lambda _, worker: worker.stage.remote(version, export=export), what)
+
+    async def write_staged(self, directory: str, export: str) -> None:
+        """Writes the last staged copy; updates may run meanwhile. export: the directory of the export."""
+        what = f"saving {directory}"
+        await self._checkpoint(
+            lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export),
+            what,
+            beside=True,
+        )
+        await _check_written(directory, what)
+
+    async def load(self, directory: str, version: int) -> None:
+        """Reads a checkpoint of `save`, possibly of another number of ranks; sets the policy version."""
+        await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
+
+    async def export_hf(self, directory: str) -> None:
+        await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
+
+    async def _checkpoint(self, submit: Submit, what: str, *, beside: bool = False) -> list[Any]:
+        timeout_s, key = self._cfg.checkpoint.timeout_s, "checkpoint.timeout_s"
+        return await self._ranks.call(submit, timeout_s, what, key, beside=beside)
+
+    async def open_weights(self, transport: str) -> tuple[int, list[Any]]:
+        """Returns the number of buckets of a weight sync, and each rank's endpoint of the transport."""
+        opened = await self._weights(lambda _, worker: worker.open_weights.remote(transport), "opening the weight sync")
+        return opened[0][0], [endpoint for _, endpoint in opened]
+
+    async def join_weights(self, transport: str, num_receivers: int) -> None:
+        """Connects the ranks to the engines' processes."""
+        join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
+        await self._weights(join, "meeting the engines for the weight sync")
+
+    async def gather_bucket(self, transport: str, index: int, what: str) -> Any:
+        """Starts sending the next bucket of weights and returns it. what: the bucket and sync, for errors."""
+        gather: Submit = lambda _, worker: worker.gather_bucket.remote(transport, index)  # noqa: E731
+        return (await self._weights(gather, f"gathering {what}"))[0]
+
+    async def close_weights(self, transport: str) -> None:
+        """Makes rank 0 drop its connection to the engines, also while it is busy; the next sync opens a new one. A rank
+        that fails to do so is detected by the next call to it."""
+        close = self._ranks.workers[0].close_weights.options(concurrency_group=BESIDE)
+        with suppress(RemoteError):
+            await wait([close.remote(transport)], CLOSE_S, "actor rank 0 to let go of the engines", "")
+
+    async def _weights(self, submit: Submit, what: str) -> list[Any]:
+        # Separable: a transport may fail on rank 0 alone, when an engine is lost, after all have gathered the bucket.
+        # Less than the timeout of the sync, which cannot tell a hanging rank from a hanging engine.
+        timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
+        return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
 
     def close(self) -> None:
         """Kills the ranks; their state is on disk or on the driver."""

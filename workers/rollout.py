@@ -19,8 +19,8 @@ from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.unfinished import Unfinished
-from workers.engines.updates import WeightUpdates
-from workers.remote import RemoteError, WorkerLost, wait_for_stream
+from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
+from workers.weights.bucket import Bucket
 
 CANARY = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16)
 
@@ -36,7 +36,7 @@ def canary_sequence(prompt: Int32Array, response: Response) -> TrainSequence:
     )
 
 
-class RolloutPool(WeightUpdates):
+class RolloutPool:
     """All engines. A group goes to the engine with the fewest running responses, and so does each turn of a multi-turn
     response."""
 
@@ -283,6 +283,50 @@ class RolloutPool(WeightUpdates):
         """Stops generation until the next sync: an engine may hold a mixture of two versions, and stays paused."""
         self._refused = reason
         self.keeper.notify()
+
+    # The engines' half of a weight sync: each method returns when all members (engine numbers) have finished, or raises
+    # RemoteError.
+
+    def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Returns (number, restarts) of these engines: a restarted engine must connect again."""
+        return tuple((number, self._slots[number].restarts) for number in members)
+
+    def num_receivers(self, members: Sequence[int]) -> int:
+        """Returns the number of processes of these engines, each of which holds a part of the weights."""
+        return len(members) * self._processes
+
+    async def leave_weights(self, members: Sequence[int], timeout_s: float) -> None:
+        calls = [self._slots[k].worker.leave_weights.remote() for k in members]
+        await self._all(calls, members, timeout_s, "to leave the weight sync")
+
+    async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
+        """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo`, without
+        first_rank."""
+        ranks = range(1, 1 + self.num_receivers(members), self._processes)
+        infos = [info | {"first_rank": first} for first in ranks]
+        calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
+        await self._all(calls, members, timeout_s, "to open the weight sync")
+
+    async def start_update(self, members: Sequence[int], timeout_s: float) -> None:
+        """Pauses all requests of these engines until `finish_update`."""
+        calls = [self._slots[k].worker.start_update.remote() for k in members]
+        await self._all(calls, members, timeout_s, "to pause")
+
+    async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None:
+        calls = [self._slots[k].worker.load_bucket.remote(bucket) for k in members]
+        await self._all(calls, members, timeout_s, f"to load {what}")
+
+    async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None:
+        """Resumes these engines with `version`, unless a parameter is missing."""
+        calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
+        await self._all(calls, members, timeout_s, f"to serve version {version}")
+        for number in members:
+            self._slots[number].version = version
+
+    async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
+        key = "weight_sync.timeout_s"
+        engines = zip(members, refs, strict=True)
+        await wait_for_all(wait([ref], timeout_s, self._slots[k].member(what), key) for k, ref in engines)
 
     async def stop(self, grace_s: float) -> None:
         await self.keeper.stop(grace_s)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from workers.training import sending
-from workers.training.sending import BESIDE, Sending
+from workers import actor
+from workers.actor import BESIDE, ActorPool
 
 
 async def at_once() -> None: ...
@@ -25,7 +25,7 @@ async def dead() -> None:
 @pytest.mark.parametrize("answer", [at_once, never, dead])
 def test_rank_0_alone_lets_go_and_one_that_cannot_holds_nobody_up(monkeypatch, answer):
     """It may hang in a broadcast, so that it is told beside that, and without the turn that its call holds."""
-    monkeypatch.setattr(sending, "CLOSE_S", 0.2)
+    monkeypatch.setattr(actor, "CLOSE_S", 0.2)
     asked = []
 
     def rank(number: int) -> SimpleNamespace:
@@ -38,7 +38,7 @@ def test_rank_0_alone_lets_go_and_one_that_cannot_holds_nobody_up(monkeypatch, a
 
         return SimpleNamespace(close_weights=SimpleNamespace(options=options))
 
-    pool = Sending()
+    pool = object.__new__(ActorPool)
     pool._ranks = SimpleNamespace(workers=[rank(0), rank(1)])  # a call by `Ranks.call`, which takes turns, would fail
     began = time.monotonic()
     asyncio.run(pool.close_weights("broadcast"))
