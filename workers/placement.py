@@ -4,10 +4,9 @@ lose their node. Before placing, logs what is requested, available and fitting, 
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,7 +29,8 @@ from workers.placing.asked import (
     pools,
     reward_model_device,
 )
-from workers.placing.fit import Node, in_order, lines, placed, problems, shapes
+from workers.placing.fit import in_order, lines, placed, problems
+from workers.placing.joining import POLL_S, nodes_with_room
 
 COLOCATED_SHARE = 0.5  # of a GPU, in Ray's accounting, for each role; gpu_memory_utilization divides the memory
 PLACED_S = 10.0  # within which Ray places bundles of a lost node again if there is room
@@ -287,36 +287,3 @@ def _threads(count: int) -> dict[str, str]:
     sleep. Spinning threads of an engine that evaluates during an update take the cores that others need: both nearly
     stood still with two threads each on two cores. It costs an engine on its own a tenth of its speed."""
     return {"OMP_NUM_THREADS": str(count), "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
-
-
-POLL_S = 1.0
-KEY = "trainer.nodes_timeout_s"
-
-
-def nodes_with_room(
-    pools: Sequence[Pool],
-    nodes: Callable[[], list[Node]],
-    timeout_s: float,
-    *,
-    warn: Callable[[str], None],
-    given_up: Callable[[], bool],
-) -> list[Node]:
-    """Returns the cluster's nodes once they could hold the pools, or as they are after `timeout_s`. Meanwhile requests
-    the resources from Ray's autoscaler, if any. nodes: returns the current nodes. given_up: returns whether to stop
-    waiting."""
-    there = nodes()
-    if not timeout_s or not problems(pools, there):
-        return there
-    warn(f"the Ray cluster, {shapes(there)}, is too small; waiting up to {timeout_s:g} s (`{KEY}`) for more")
-    wanted = [pool for pool in pools for _ in range(pool.count) if pool.gpus]
-    bundles, labels = [{"GPU": pool.gpus, "CPU": pool.cpus} for pool in wanted], [dict(pool.labels) for pool in wanted]
-    request_resources(bundles=bundles, bundle_label_selectors=labels)
-    deadline = time.monotonic() + timeout_s
-    try:
-        with waiting("nodes to join the Ray cluster"):
-            while problems(pools, there) and time.monotonic() < deadline and not given_up():
-                time.sleep(POLL_S)
-                there = nodes()
-    finally:
-        request_resources(bundles=[])  # withdraws the request; from now on nodes are kept by what uses them
-    return there

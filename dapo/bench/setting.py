@@ -85,7 +85,7 @@ async def trainer(
     directory.mkdir()
     logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
-    training = Trainer(cfg, pools, prompts, [], store, logger)
+    training = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     try:
         yield training
     finally:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DATABASE = "samples.sqlite"
-VERSION = 4  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
-GROWS = (2, 3)  # these, which only lack tables or indexes: a writer adds them
+VERSION = 5  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
+GROWS = (2, 3, 4)  # these, which only lack tables or indexes (a writer adds them) or have some more
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own

@@ -73,7 +73,7 @@ def test_texts_of_the_oldest_groups_make_room_for_new_ones_and_figures_stay(tmp_
         sizes.append(one(tmp_path, used)[0])
     store.close()
     assert max(sizes) <= budget + 300_000, "at most a step more"
-    assert sizes[-1] == sizes[10], "what is removed makes room for what comes"
+    assert sizes[-1] <= sizes[10] + 8192, "what is removed makes room for what comes, to two pages"
     for table_name, count in (("responses", 360), ("evaluations", 36)):
         assert one(tmp_path, f"SELECT count(*), sum(text_bytes), sum(tokens > 0) FROM {table_name}") == (
             count,

@@ -9,8 +9,8 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from tests.support.placed_roles import colocated, make_config
 from workers import placement
-from workers import placement as joining
 from workers.placement import Placement
+from workers.placing import joining
 from workers.placing.fit import Node
 
 
