@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 
 from dapo.config.schema import Config
 from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
@@ -28,7 +27,7 @@ from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
 from workers.trajectories import TrajectoryPool
 from workers.turns.fleet import TurnFleet
-from workers.weight_sync import WeightSync
+from workers.weight_sync import NoSync, WeightSync
 
 STOP_GRACE_S = 3.0
 
@@ -62,17 +61,27 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
     device = device_of(cfg)
     placement = await place(cfg, device)
+
+    async def rest() -> None:  # new ranks need the GPUs that engines use in their turn
+        await sync.rest()
+
+    def gpus_of_engine(number: int) -> list[str]:
+        return actors.gpus(placement.ranks_of_engine(number))
+
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
-    actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
     rewards = create_rewards(cfg, placement, device)
     functions = create_functions(cfg, placement) if half != "train" else None
+    leave_gpus = rest if takes_turns(cfg) else None
+    actors: FixedPolicy | ActorPool = FixedPolicy()
+    sync: NoSync | WeightSync = NoSync(engines)
+    if half != "rollout":
+        actors = ActorPool(cfg, device, placement.actors, leave_gpus)
+        if half == "both":
+            sync = WeightSync(actors, engines, cfg)
 
     async def start_engines() -> None:
         if rollouts is None and half != "train":
             await engines.start(cfg.model.path, engine_args(cfg, device), gpus_of_engine)
-
-    def gpus_of_engine(number: int) -> list[str]:
-        return actors.gpus(placement.ranks_of_engine(number)) if isinstance(actors, ActorPool) else []
 
     async def start_rewards() -> None:
         if half != "train":
@@ -81,34 +90,26 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     async def start_others() -> None:
         await asyncio.gather(start_rewards(), start_functions(cfg, functions), actors.start())
 
-    async def keep_weights(version: int) -> None:
-        engines.admit(engines.members())
-
-    async def keep_weights_of(number: int) -> None:
-        engines.admit((number,))
-
     try:
         if shares_gpus(cfg):  # an engine measures free memory, so actors must not load meanwhile
-            if isinstance(actors, ActorPool):
-                await actors.find()
+            await actors.find()
             await start_engines()
             if takes_turns(cfg):
                 await engines.sleep()
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        makers = in_turns(cfg, engines, functions)
-        pools = partial(Pools, rollouts=makers, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device))
-        if isinstance(actors, FixedPolicy) or half == "train":  # there is one version of the weights, or none to serve
-            engines.keeper.rejoin = keep_weights_of
-            yield pools(sync_weights=keep_weights)
-        else:
-            sync = WeightSync(actors, engines, cfg)
-            engines.keeper.rejoin = sync.rejoin
-            actors.before_restart = sync.rest if takes_turns(cfg) else None
-            lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
-            leave_gpus = actors.before_restart if lender is None else lender.leave
-            yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus, lender=lender)
+        lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
+        yield Pools(
+            rollouts=in_turns(cfg, engines, functions),
+            rewards=rewards,
+            actors=actors,
+            sync_weights=sync,
+            weights=sync.lock,
+            leave_gpus=leave_gpus if lender is None else lender.leave,
+            lender=lender,
+            gpus=count_gpus(cfg, device),
+        )
     finally:
         placement.give_up()  # else a thread that waits for a place would delay the end
         actors.close()

@@ -1,6 +1,6 @@
 """Executes one run, from a claimed output directory to stopped processes (`dapo.fleet` starts them).
 
-    Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Trainer.run ─▶ stopped
+    Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Session.run ─▶ stopped
 
 However a run ends (last step, Ctrl-C, a signal, a failure), what was trained is saved and every process is stopped.
 """
@@ -24,25 +24,15 @@ from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_held_out, load_train
 from dapo.data.tokenizer import check_rows, load_tokenizer
-from dapo.derived import device_of, halve_roles
+from dapo.derived import halve_roles
 from dapo.driver.preflight import preflight
+from dapo.driver.recovery import run_to_end
+from dapo.driver.session import Session
 from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
-from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
-from dapo.fleet import (
-    STOP_GRACE_S,
-    build_pools,
-    create_functions,
-    create_rewards,
-    create_rollouts,
-    in_turns,
-    place,
-    ray_cluster,
-    start_functions,
-    stop_functions,
-)
+from dapo.fleet import build_pools, ray_cluster
 from dapo.own.loading import digests, make_absolute
 from dapo.replay.batches import check_age, steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
@@ -53,11 +43,9 @@ from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.store.samples import SampleStore
-from dapo.trainer import Trainer
 from dapo.turns.loading import file_of_function
 from dapo.types import HeldOut, Prompt
 from workers.cluster import head
-from workers.engines.arguments import engine_args
 from workers.rollout import RolloutPool
 
 
@@ -145,7 +133,7 @@ async def train(
                     run_dir.begin()
                     with hearing_warnings(lambda line: logger.event("warning", line)), progress:
                         made = partial(
-                            Trainer, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
+                            Session, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
                         )
                         await run_to_end(lambda: progress.of(made()), pools.actors, cfg.actor.max_restarts)
             except HeadLost as error:
@@ -221,31 +209,15 @@ async def evaluate(
     for line in notes.of_all(cfg, tokenizer, [], held_out):
         warn(line)
     check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)
-    cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # reserve neither GPUs nor memory for actors
+    cfg.trainer.only = "rollout"
+    halve_roles(cfg)
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
-        device = device_of(cfg)
-        placement = await place(cfg, device)
-        engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
-
-        async def rejoin(number: int) -> None:  # a restarted engine has loaded the weights that all serve
-            engines.admit((number,))
-
-        engines.keeper.rejoin = rejoin
-        functions = create_functions(cfg, placement)
-        rollouts = in_turns(cfg, engines, functions)
-        evaluation = Evaluation(held_out, rollouts, rewards, cfg, version=0, answered=answered)
-        try:
-            start = engines.start(cfg.model.path, engine_args(cfg, device))
-            ready, *_ = await asyncio.gather(
-                rewards.start(cfg.rollout.start_timeout_s), start_functions(cfg, functions), start
-            )
-            say(ready)
-            begun(sum(sum(one.samples) for one in held_out))
-            evaluation.hurry()
-            return await evaluation.answers()
-        finally:
-            await evaluation.close()
-            rewards.stop()
-            stop_functions(functions)
-            await engines.stop(STOP_GRACE_S)
+        async with build_pools(cfg) as pools:
+            evaluation = Evaluation(held_out, pools.rollouts, pools.rewards, cfg, version=0, answered=answered)
+            try:
+                begun(sum(sum(one.samples) for one in held_out))
+                evaluation.hurry()
+                return await evaluation.answers()
+            finally:
+                await evaluation.close()

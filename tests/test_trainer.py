@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo.data.order import PromptOrder
-from dapo.faults.recovery import run_to_end
+from dapo.driver.recovery import run_to_end
 from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
@@ -111,7 +111,7 @@ def exhausted(folder, cfg, verdict) -> list[int]:
     with pytest.raises(BudgetExhausted):
         asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
     cfg.filter_groups.max_num_gen_batches = 0
-    return [group.draw.index for group, _ in first._buffer.held()]
+    return [group.draw.index for group, _ in first.buffer.held()]
 
 
 def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
@@ -121,7 +121,7 @@ def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
     second, resumed = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: float(sample % 2))
     asyncio.run(second.run())
     assert held and not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
-    assert second._buffer.draws.counts["all_correct"] == 0 and resumed.batches
+    assert second.buffer.draws.counts["all_correct"] == 0 and resumed.batches
 
 
 def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound(tmp_path):
@@ -144,7 +144,7 @@ def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound
     assert trainer.version == 12 and max(grown) > 0
     staleness = [s.staleness for batch in actors.batches for minibatch in batch.minibatches for s in minibatch]
     assert {int(value) for tokens in staleness for value in tokens} == {0, 1}
-    assert trainer._buffer.draws.counts["trained"] == 12 * cfg.data.train_batch_size
+    assert trainer.buffer.draws.counts["trained"] == 12 * cfg.data.train_batch_size
 
 
 def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_them(tmp_path):
@@ -180,7 +180,7 @@ def test_engines_that_ran_dry_get_work_as_soon_as_they_serve_the_next_version(st
         assert buffer.in_flight == 0, "they ran dry"
         before = len(rollouts.seen)
         buffer.trained()
-        buffer.serving(1)
+        stream.serving(1)
         await turns(20)
         await stream.close()
         return before, len(rollouts.seen)

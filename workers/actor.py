@@ -206,15 +206,22 @@ class ActorPool:
     save, export_hf: the ranks write, and do nothing else meanwhile. stage, write_staged: the ranks copy their state,
     and write the copy in a thread (`THREAD`) during updates. All ranks must see the directories."""
 
-    def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """place: returns Ray options of each rank, called at every start (`workers.placement.Placement`)."""
+    def __init__(
+        self,
+        cfg: Config,
+        device: str,
+        place: Callable[[], Sequence[dict[str, Any]]],
+        before_restart: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """place: returns Ray options of each rank, called at every start (`workers.placement.Placement`).
+        before_restart: frees the GPUs for new ranks."""
         # Ray's types lack concurrency groups. Methods outside the groups still run one by one, in call order.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # as source text: the ranks' nodes need not have the file
         self._cfg = cfg
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()])
         self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
-        self.before_restart: Callable[[], Awaitable[None]] | None = None  # frees the GPUs for new ranks
+        self._before_restart = before_restart
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
         self._bounds = (
@@ -254,8 +261,8 @@ class ActorPool:
 
     async def restart(self) -> None:
         """Kills all ranks and starts new ones at version 0, on another node if a node was lost."""
-        if self.before_restart is not None:
-            await self.before_restart()
+        if self._before_restart is not None:
+            await self._before_restart()
         await self._ranks.restart("actor.start_timeout_s")
         await self._load()
 

@@ -2,7 +2,7 @@
 engine repeats the responses of a lost one from the same seeds, with the same result."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -52,19 +52,30 @@ class RolloutPool:
         """options: Ray options of each engine, from `workers.placement`. release: called with the number of an engine
         that is dropped for good. lent: number of engines, the last ones, that run on GPUs lent by the actors."""
         self._cfg = cfg
-        self.keeper = Keeper(options, cfg, warn, release, lent)
+        self.keeper = Keeper(options, cfg, warn, release, self._rejoin, lent)
         self._slots, self.tokens_per_s = self.keeper.slots, self.keeper.tokens_per_s
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last prompt, for canaries
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # processes of one engine; why no engine may serve now
+        self._give_weights: Callable[[int], Awaitable[None]] | None = None
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
         """Starts and supervises all engines. gpus: the GPUs of an engine, if it shares them with ranks."""
         await self.keeper.start(model_path, engine_args, gpus)
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
+
+    def take_weights(self, rejoin: Callable[[int], Awaitable[None]]) -> None:
+        """rejoin: gives one restarted engine its weights. Without this call, it serves the model that it loads."""
+        self._give_weights = rejoin
+
+    async def _rejoin(self, number: int) -> None:
+        if self._give_weights is None:
+            self.admit((number,))
+        else:
+            await self._give_weights(number)
 
     def lap(self) -> dict[str, float]:
         """Returns metrics of the engines since the last lap; see `Keeper.lap`."""

@@ -14,7 +14,7 @@ no digest, a missing parameter is no error, it does not support CPUs, and the ac
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class WeightSink(Protocol):
     async def sleep_lighter(self, why: str) -> bool: ...
     def admit(self, members: Sequence[int]) -> None: ...
     def refuse(self, reason: str) -> None: ...
+    def take_weights(self, rejoin: Callable[[int], Awaitable[None]]) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,6 +80,21 @@ class _Link:
     transport: str
     connected: object = None
     num_buckets: int = 0
+
+
+class NoSync:
+    """The weight sync of half a run: the engines, if there are any, serve the model that they have loaded."""
+
+    def __init__(self, engines: WeightSink) -> None:
+        self.lock = asyncio.Lock()
+        self._engines = engines
+
+    async def __call__(self, version: int) -> None:
+        self._engines.admit(self._engines.members())
+
+    async def rest(self) -> None: ...
+
+    async def lend(self) -> float | None: ...
 
 
 class WeightSync:
@@ -95,6 +111,7 @@ class WeightSync:
         self._link, self._lent = _Link(transport=resolve_transport(cfg)), _Link(transport=LENT_TRANSPORT)
         self._version: int | None = None  # that all engines serve
         self._stage = ""
+        rollouts.take_weights(self.rejoin)
 
     async def __call__(self, version: int) -> None:
         """Returns when all running engines serve `version`. The caller holds `lock`. Raises RemoteError if the actors

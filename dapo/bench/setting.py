@@ -11,13 +11,13 @@ import ray
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.derived import device_of
+from dapo.driver.session import Session
 from dapo.fleet import STOP_GRACE_S, build_pools, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.run import load_data, make_paths_absolute
 from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
-from dapo.trainer import Trainer
 from dapo.types import Prompt, TrainBatch, TrainSequence
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
@@ -80,12 +80,12 @@ async def trainer(
     pools: Pools,
     prompts: Sequence[Prompt],
     directory: Path,
-) -> AsyncIterator[Trainer]:
-    """Yields a trainer that writes to `directory`, which is created; on exit nothing generates any more."""
+) -> AsyncIterator[Session]:
+    """Yields a session that writes to `directory`, which is created; on exit nothing generates any more."""
     directory.mkdir()
     logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
-    training = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
+    training = Session(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     try:
         yield training
     finally:

@@ -9,6 +9,7 @@ A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,12 +54,13 @@ class Captured:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
     """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. groups: number of
-    its groups. journaled: number of groups that finished after it."""
+    its groups. journaled: number of groups that finished after it. owes_evaluation: of its policy."""
 
     version: int
     directory: Path | None
     groups: int
     journaled: int
+    owes_evaluation: bool
 
     @property
     def where(self) -> str:
@@ -71,9 +73,8 @@ class SaveFailed(RuntimeError):
 
 
 class Saver:
-    """Saves one run, one checkpoint at a time. owes_evaluation: the current policy still has to be evaluated, and a run
-    resumed from its checkpoint does that first; set by the trainer. journal: groups since the last save began. voided:
-    groups that must not be trained on."""
+    """Saves one run, one checkpoint at a time. journal: groups since the last save began. voided: groups that must not
+    be trained on."""
 
     def __init__(
         self,
@@ -84,13 +85,16 @@ class Saver:
         order: PromptOrder,
         logger: MetricsLogger,
         limit: TimeLimit,
+        *,
+        owes: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Needs an unused buffer. limit: receives the duration of each save."""
+        """Needs an unused buffer, which calls `scored`. limit: receives the duration of each save. owes: whether the
+        actors' policy has to be evaluated."""
         sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
         settings = f"{sampling} {cfg.trainer.seed}"
         self.journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
         self.voided = Voided(logger.output_dir, warn=warn)
-        self.owes_evaluation = False
+        self._owes = owes
         self._cfg = cfg.checkpoint
         self._store = store
         self._actors = actors
@@ -104,8 +108,11 @@ class Saver:
         self._tried_at = time.monotonic()
         self._running: asyncio.Task[None] | None = None  # an asynchronous save
         self._copied = asyncio.Event()  # the save no longer needs the actors' state
+
+    def scored(self, group: Group, started: int) -> None:
+        """Notes a group in the journal. started: the policy version at its start."""
         if self._cfg.journal:
-            buffer.on_scored = lambda group, started: note(self.journal, group, started)
+            note(self.journal, group, started)
 
     @property
     def acts(self) -> tuple[str, ...]:
@@ -179,7 +186,7 @@ class Saver:
 
     def _capture(self, version: int) -> Captured:
         """Captures the driver's part of a checkpoint, and begins the next journal segment at the same moment."""
-        due = Due(evaluate=self.owes_evaluation, lines=self._logger.unwritten())
+        due = Due(evaluate=self._owes(), lines=self._logger.unwritten())
         state = DriverState(version=version, buffer=self._buffer.state(), due=due)
         captured = Captured(state=state, order=self._order.saved(), held=self._buffer.held(), names=self._held())
         if self._cfg.journal:
@@ -280,8 +287,10 @@ class Saver:
         self._version = state.version
         self._groups = self._held() & {(group.draw.index, started) for group, started in held}
         self._logger.resume(state.version, state.due.lines)
-        self.owes_evaluation = directory is not None and owes_evaluation(directory, self._logger.output_dir)
-        return Resumed(version=state.version, directory=directory, groups=len(held), journaled=len(since))
+        owed = directory is not None and owes_evaluation(directory, self._logger.output_dir)
+        return Resumed(
+            version=state.version, directory=directory, groups=len(held), journaled=len(since), owes_evaluation=owed
+        )
 
     def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from dapo.config.schema import Config
 from dapo.derived import lends, shares_gpus
-from dapo.driver.saving import Saver
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from dapo.faults.limit import TimeLimit
@@ -30,45 +29,53 @@ def evaluates_after(version: int, cfg: Config) -> bool:
 
 
 class Evaluations:
-    """Manages the evaluation under way, if any, and keeps `saver.owes_evaluation` up to date."""
+    """Manages the evaluation under way, if any, and knows whether one is still owed."""
 
     def __init__(
         self,
         held_out: Sequence[HeldOut],
         pools: Pools,
         cfg: Config,
-        saver: Saver,
         logger: MetricsLogger,
         *,
         clock: PhaseClock,
         limit: TimeLimit,
         say: Callable[[str], None],
+        idle: Callable[[int], bool],
     ) -> None:
-        """clock: records, as `evaluation`, the time that a step waits for an evaluation."""
+        """clock: records, as `evaluation`, the time that a step waits for an evaluation. idle: whether no batch is
+        collected at once with this policy version."""
         self._held_out = held_out
         self._pools = pools
         self._cfg = cfg
-        self._saver = saver
         self._logger = logger
         self._clock = clock
         self._limit = limit
         self._say = say
-        self._version = 0  # of the actors
+        self._idle = idle
+        self._owed: int | None = None  # the policy version that has to be evaluated
         self._evaluation: Evaluation | None = None
         self._ending: asyncio.Task[None] | None = None
         self._given_up = False
 
+    @property
+    def owed(self) -> bool:
+        """Whether the actors' policy has to be evaluated; a run that resumes from its checkpoint does that first."""
+        return self._owed is not None
+
+    def owe(self, version: int) -> None:
+        self._owed = version if self._held_out else None
+
     def begin(self, version: int) -> None:
         """Evaluates `version`, which the engines serve, if it is due, in slots that training leaves free."""
         assert self._evaluation is None, "an evaluation begins before the one before it has ended"
-        self._version = version
-        due = self._saver.owes_evaluation or (version == 0 and self._cfg.eval.before_train)
-        self._saver.owes_evaluation = due and bool(self._held_out)
-        if self._saver.owes_evaluation:
+        if version == 0 and self._cfg.eval.before_train:
+            self.owe(version)
+        if self.owed:
             pools = self._pools
             self._evaluation = Evaluation(self._held_out, pools.rollouts, pools.rewards, self._cfg, version=version)
-            if version >= self._cfg.trainer.total_steps or self._saver.is_due(version):
-                self.wake()  # no batch is collected now
+            if self._idle(version):
+                self.wake()
 
     def wake(self) -> None:
         """Uses the slots that are free now; call when the engines have all the training requests they can get."""
@@ -92,8 +99,9 @@ class Evaluations:
 
     async def trained(self, version: int) -> None:
         """Notes that the actors are at `version`, and waits for the evaluation: the engines get other weights next."""
-        self._version = version
-        self._saver.owes_evaluation = bool(self._held_out) and evaluates_after(version, self._cfg)
+        self._owed = None
+        if evaluates_after(version, self._cfg):
+            self.owe(version)
         await self._finish(self._impossible)
 
     async def finish(self) -> None:
@@ -104,9 +112,9 @@ class Evaluations:
 
     async def again(self) -> None:
         """Restarts the evaluation under way: its engines may have served wrong weights."""
-        if self._evaluation is not None and self._saver.owes_evaluation:
+        if self._evaluation is not None and self._owed is not None:
             await self.close()
-            self.begin(self._version)
+            self.begin(self._owed)
 
     async def close(self) -> None:
         evaluation, ending = self._evaluation, self._ending
@@ -144,6 +152,6 @@ class Evaluations:
         self._logger.log(evaluation.version, values)
         for name, groups in answered.sets.items():
             self._logger.evaluation(evaluation.version, name or UNNAMED, groups)
-        if evaluation.version == self._version:
-            self._saver.owes_evaluation = False
+        if evaluation.version == self._owed:
+            self._owed = None
         self._say(f"eval · step {evaluation.version} · held-out accuracy {values['eval/accuracy']:.3f}")

@@ -137,7 +137,6 @@ class SavedStream:
         result of `visits_of`, if any, before groups are read. outcome: of a group, by its accuracies."""
         self.buffer = buffer
         self.traffic = Traffic()
-        self.on_filled: Callable[[], None] = lambda: None
         self._directory = directory
         self._draw = draw
         self._know = know
@@ -182,11 +181,20 @@ class SavedStream:
                 )
         return groups
 
+    def serving(self, version: int) -> None:
+        self.buffer.serving(version)
+
     async def close(self) -> None: ...
 
 
 def stream_of(
-    cfg: Config, order: PromptOrder, buffer: OversamplingBuffer, pools: Pools, clock: PhaseClock
+    cfg: Config,
+    order: PromptOrder,
+    buffer: OversamplingBuffer,
+    pools: Pools,
+    clock: PhaseClock,
+    *,
+    on_filled: Callable[[], None] = lambda: None,
 ) -> GroupStream | SavedStream:
     if cfg.trainer.only == "train":
         outcome, least = classifier(cfg), cfg.filter_groups.min_scored
@@ -202,6 +210,7 @@ def stream_of(
         clock=clock,
         lender=pools.lender,
         caps=response_caps(cfg.data.sources),
+        on_filled=on_filled,
     )
 
 

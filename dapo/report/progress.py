@@ -1,6 +1,6 @@
 """Shows what a run is doing between two step lines, so that a step of an hour does not look like a hang.
 
-    Trainer (clock, buffer, traffic, evaluation) ─▶ Moment ─▶ one line ─▶ on a terminal in place, every second;
+    Session (clock, buffer, traffic, evaluation) ─▶ Moment ─▶ one line ─▶ on a terminal in place, every second;
                                                                          elsewhere a line every `logging.watchdog_s`
 
 It reads the driver's own state in the watchdog's thread, and makes no remote call. Long waits are reported by the
@@ -19,7 +19,7 @@ from dapo.report.live import live_line
 from dapo.report.log import SEPARATOR, duration, short
 
 if TYPE_CHECKING:
-    from dapo.trainer import Trainer
+    from dapo.driver.session import Session
 
 GENERATING, SCORING = "generating", "scoring"
 PHASES = {  # of the clock; if several are open, the first is shown
@@ -55,9 +55,9 @@ class Moment:
     evaluation: tuple[int, int, int] | None
 
 
-def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
-    """Returns what `trainer` is doing. now: `time.monotonic()`. May be called in another thread than the trainer's."""
-    buffer, traffic, since = trainer.stream.buffer, trainer.stream.traffic, dict(trainer.clock.since)
+def moment_of(session: "Session", total_steps: int, now: float) -> Moment:
+    """Returns what `session` is doing. now: `time.monotonic()`. May be called in another thread than the session's."""
+    buffer, traffic, since = session.stream.buffer, session.stream.traffic, dict(session.clock.since)
     phase, began = next(((words, since[name]) for name, words in PHASES.items() if name in since), ("", 0.0))
     if not phase and buffer.collecting:
         phase, began = (GENERATING if traffic.running else SCORING), traffic.began
@@ -74,7 +74,7 @@ def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
         ended=traffic.ended,
         per_s=traffic.tokens_per_s(),
         longest_s=traffic.longest_s(now),
-        evaluation=trainer.evaluations.progress(),
+        evaluation=session.evaluations.progress(),
     )
 
 
@@ -116,7 +116,7 @@ class Progress:
         self._live = live
         self._stack = ExitStack()
         self._show: Show | None = None
-        self._trainer: Trainer | None = None
+        self._session: Session | None = None
         self._step = 0  # none yet
         self._began = self._told = 0.0  # the step under way; its last line
         self._took: deque[float] = deque(maxlen=STEPS)  # seconds of whole steps
@@ -126,24 +126,24 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._trainer = self._show = None
+        self._session = self._show = None
         with suppress(OSError):  # the terminal is closed
             self._stack.close()
 
-    def of(self, trainer: "Trainer") -> "Trainer":
-        """Shows the progress of this trainer from now on, and returns it."""
-        self._step, self._trainer = 0, trainer
-        return trainer
+    def of(self, session: "Session") -> "Session":
+        """Shows the progress of this session from now on, and returns it."""
+        self._step, self._session = 0, session
+        return session
 
     def look(self, now: float) -> None:
         """Updates the line on a terminal; elsewhere prints a line if it is due. now: `time.monotonic()`."""
-        trainer, show = self._trainer, self._show
-        if trainer is None:
+        session, show = self._session, self._show
+        if session is None:
             return
         # RuntimeError: a dict changed while it was read, and the next call reads it again. OSError: the terminal is
         # closed.
         with suppress(RuntimeError, OSError):
-            moment = moment_of(trainer, self._total_steps, now)
+            moment = moment_of(session, self._total_steps, now)
             if moment.step != self._step:
                 self._turn(moment.step, now)
             if show is not None:

@@ -48,11 +48,13 @@ class OversamplingBuffer:
         total_steps: int = 0,
         has_signal: Callable[[Group], bool] = lambda group: True,
         classify: Callable[[Group, int], str] = classify,
+        on_scored: Callable[[Group, int], None] = lambda group, started: None,
     ) -> None:
         """max_in_flight: draws. max_draws: limit for one update, 0 = none. on_budget: `fail`, or `train_partial` to
         train on what there is. filter_groups: false keeps every scorable group. total_steps: of the run, generation
         runs no further ahead; 0 = no end. has_signal: whether a mixed group can be trained on. classify:
-        `dapo.sampling.outcome.classify`, or another."""
+        `dapo.sampling.outcome.classify`, or another. on_scored: called with every group, and the policy version at its
+        start."""
         self._batch, self._max_in_flight = train_batch_size, max_in_flight
         self._classify, self._min_scored = classify, min_scored
         self._has_signal = has_signal if filter_groups else lambda group: True
@@ -64,8 +66,7 @@ class OversamplingBuffer:
         self.draws = Draws()
         self.version = 0  # of the policy that the engines serve
         self.collecting = False
-        self.on_serving: Callable[[], None] = lambda: None  # called when more draws may start
-        self.on_scored: Callable[[Group, int], None] = lambda group, started: None  # called with every group kept
+        self._on_scored = on_scored
         self._update = 0  # policy version that the next batch is trained from
         self._wanted = train_batch_size  # groups of this step; fewer if the budget is spent with `train_partial`
         self._frontier, self._ready = 0, 0  # in draw order: draws used up or scored, and usable groups among them
@@ -75,7 +76,12 @@ class OversamplingBuffer:
         self.refusals: Counter[tuple[int, int]] = Counter()  # how often each start was set aside, by (draw, version)
 
     @classmethod
-    def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
+    def of(
+        cls,
+        cfg: Config,
+        has_signal: Callable[[Group], bool] = lambda group: True,
+        on_scored: Callable[[Group, int], None] = lambda group, started: None,
+    ) -> "OversamplingBuffer":
         filtering = cfg.filter_groups
         return cls(
             train_batch_size=cfg.data.train_batch_size,
@@ -89,12 +95,12 @@ class OversamplingBuffer:
             total_steps=cfg.trainer.total_steps,
             has_signal=has_signal,
             classify=classifier(cfg),
+            on_scored=on_scored,
         )
 
     def serving(self, version: int) -> None:
         """The engines serve policy `version` from now on, and the next update starts from it."""
         self.version = self._update = version
-        self.on_serving()
 
     def open(self) -> None:
         assert not self.draws.at(State.TRAINING), "open() before the closed batch was trained on"
@@ -145,11 +151,12 @@ class OversamplingBuffer:
         there = Forecast(mean=self.draws.usable + running.mean, variance=running.variance)
         return self.rate.allowed(limit, self._batch, there)
 
-    def verdict(self, index: int, accuracy: float) -> None:
-        """Records the score of one response of a draw in flight, to predict the outcome of its group early."""
+    def verdict(self, index: int, accuracy: float) -> bool:
+        """Records the score of one response of a draw in flight, to predict the outcome of its group early. Returns
+        whether more draws may start because of it."""
         if self._max_staleness:
             self.prospects.verdict(index, accuracy)
-            self.on_serving()
+        return self._max_staleness > 0
 
     def generated(self, index: int, tokens: int) -> None:
         if self._runs(index):
@@ -164,7 +171,7 @@ class OversamplingBuffer:
         self.rate.observe(fate == TRAINED)
         self.prospects.end(group.draw.index, fate == TRAINED)
         self._advance()
-        self.on_scored(group, self.draws.live[group.draw.index].started)
+        self._on_scored(group, self.draws.live[group.draw.index].started)
 
     def _runs(self, index: int) -> bool:
         draw = self.draws.live.get(index)

@@ -139,9 +139,10 @@ class GroupStream:
         clock: PhaseClock,
         lender: Lender | None = None,
         caps: Mapping[str, int] | None = None,
+        on_filled: Callable[[], None] = lambda: None,
     ) -> None:
         """lender: of engines that may help while a batch is far from full. caps: longest responses, in tokens, of the
-        entries of `data.sources` that have their own."""
+        entries of `data.sources` that have their own. on_filled: called when the engines have all they can get."""
         self.buffer = buffer
         self._lender = lender
         self.traffic = Traffic(rollouts.tokens_per_s)
@@ -157,9 +158,8 @@ class GroupStream:
         self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        buffer.on_serving = self._wake.set  # idle engines may have room for the next version
         self._full = asyncio.Event()
-        self.on_filled: Callable[[], None] = lambda: None  # called when the engines have all they can get
+        self._on_filled = on_filled
 
     async def collect(self) -> Collected:
         """Returns a full batch for the next update. Raises BudgetExhausted as `OversamplingBuffer.take` does, and
@@ -179,6 +179,11 @@ class GroupStream:
             return await self._abort(self.buffer.close())
         finally:
             full.cancel()
+
+    def serving(self, version: int) -> None:
+        """The engines serve policy `version` from now on: idle ones may have room for draws of it."""
+        self.buffer.serving(version)
+        self._wake.set()
 
     async def close(self) -> None:
         """Ends the pump and aborts draws in flight; the buffer keeps finished groups. The engines may be what failed:
@@ -208,7 +213,7 @@ class GroupStream:
             await asyncio.sleep(0)  # let new tasks take their slots
             if self._lender is not None and self.buffer.collecting and not self.buffer.full:
                 self._lender.consider(self.buffer.missing * self._sampling.n, self._wake.set)
-            self.on_filled()
+            self._on_filled()
             await self._wake.wait()
             self._wake.clear()
             while self._finished:
@@ -232,8 +237,9 @@ class GroupStream:
         watched = self._watched(index, key, responses)
 
         def noted(score: Score) -> None:
-            if key in self._running:  # its draw has not started again
-                self.buffer.verdict(index, score.accuracy)
+            # Its draw has not started again.
+            if key in self._running and self.buffer.verdict(index, score.accuracy):
+                self._wake.set()
 
         group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running, noted)
         task = asyncio.create_task(group)

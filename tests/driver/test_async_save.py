@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo.driver.recovery import run_to_end
 from dapo.driver.saving import SaveFailed
-from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from dapo.sampling.driver_state import DRIVER_STATE, DriverState
 from dapo.sampling.saved import FILE, write_groups
@@ -92,8 +92,8 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path, staleness):
 
     def noted(version):
         (there := tmp_path / str(version)).mkdir()
-        write_groups(there, trainer._buffer.held())
-        DriverState(version=version, buffer=trainer._buffer.state()).write(there)
+        write_groups(there, trainer.buffer.held())
+        DriverState(version=version, buffer=trainer.buffer.state()).write(there)
         return capture(version)
 
     trainer.saver._capture = noted
@@ -119,10 +119,10 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_when_it
 
     async def run() -> None:
         await taken(trainer, 2)
-        state, held = trainer._buffer.state(), trainer._buffer.held()
+        state, held = trainer.buffer.state(), trainer.buffer.held()
         await taken(trainer, 1)
         assert actors.log[-3:] == ["staged 2", "writes", "update 2"], "copied before it changes"
-        assert state != trainer._buffer.state() and left(tmp_path)[0].endswith(".tmp")
+        assert state != trainer.buffer.state() and left(tmp_path)[0].endswith(".tmp")
         assert not (tmp_path / "checkpoints" / "LATEST").exists() and saver.is_behind(2)
         actors.gate.set()
         await saver._ended()
@@ -132,7 +132,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_when_it
 
     played(trainer, run)
     again, loaded = make_trainer(tmp_path, cfg)
-    asyncio.run(again._resume())
+    asyncio.run(again.resume())
     assert again.version == 2 and loaded.version == 2
     again.saver.close()
 

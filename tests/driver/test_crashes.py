@@ -94,7 +94,7 @@ def test_groups_that_mean_something_else_by_now_are_drawn_again(tmp_path, saved)
     second.saver._store.keeps_groups = False
 
     async def run() -> int:
-        await second._resume()
+        await second.resume()
         held = len(second.stream.buffer.held())
         await second.step()
         await second.stream.close()
@@ -127,7 +127,7 @@ def test_a_response_whose_rollout_function_failed_stays_unscorable(tmp_path, sav
 
     first = exhausted(tmp_path, saved, **pools)
     second, _ = make_trainer(tmp_path, tiny_config(total_steps=1), **pools)
-    asyncio.run(second._resume())
+    asyncio.run(second.resume())
     second.saver.close()
     assert len(scores(second)) == 12 and second.stream.buffer.draws.usable == 0
     for group in scores(second):

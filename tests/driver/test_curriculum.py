@@ -86,7 +86,7 @@ async def stopped(trainer, version: int, count: int) -> set[int]:
     await trainer.stream.close()
     await trainer.save()
     trainer.saver.close()
-    return {group.draw.index for group, _ in trainer._buffer.held()}
+    return {group.draw.index for group, _ in trainer.buffer.held()}
 
 
 @pytest.mark.parametrize("how", ["killed", "killed without a journal", "stopped"])
@@ -116,8 +116,8 @@ def test_above_staleness_0_no_draw_changes_its_prompt_once_it_has_groups(tmp_pat
     for end in (3, 5, 8, STEPS):
         cfg.trainer.total_steps = end
         resumed = Run(tmp_path / "run", cfg, timing=end)
-        asyncio.run(resumed.trainer._resume())
-        held = {group.draw.index: group.draw.prompt.id for group, _ in resumed.trainer._buffer.held()}
+        asyncio.run(resumed.trainer.resume())
+        held = {group.draw.index: group.draw.prompt.id for group, _ in resumed.trainer.buffer.held()}
         run = Run(tmp_path / "run", cfg, timing=end).whole()
         for used in run.drawn.values():
             assert all(held.get(index, prompt) == prompt for index, prompt in used)
@@ -158,7 +158,7 @@ def test_the_history_of_a_checkpoint_is_what_the_updates_used_up(tmp_path):
     run = Run(tmp_path / "run", config("uniform", total_steps=STEPS)).whole()
     history = run.trainer._order.saved().history
     again = Run(tmp_path / "run", config("uniform", total_steps=STEPS))
-    asyncio.run(again.trainer._resume())
+    asyncio.run(again.trainer.resume())
     found = again.trainer._order.saved().history
     used = [(version, group) for version in sorted(run.used) for group in run.used[version]]
     for prompt in range(len(PROMPTS)):
@@ -182,7 +182,7 @@ def test_what_is_known_of_the_prompts_outlives_an_accepted_change_that_leaves_th
         again = Run(tmp_path / "run", cfg).trainer
         again.saver._store.keeps_groups = keeps == "groups"
         again.saver._store.keeps_history = keeps != "nothing"
-        asyncio.run(again._resume())
+        asyncio.run(again.resume())
         again.saver.close()
         visits[keeps] = again._order.saved().history.visits.sum(), again._order.shares().tolist()
     assert visits["groups"] == visits["history"] and visits["history"][0] > 0 == visits["nothing"][0]
@@ -192,9 +192,9 @@ def test_batches_that_were_kept_find_their_prompts_again(tmp_path):
     cfg = config("retire", True, total_steps=STEPS)
     run = Run(tmp_path / "run", cfg).whole()
     order = PromptOrder.of(cfg, MIXED)
-    stream = SavedStream(tmp_path / "run" / BATCHES, run.trainer._buffer, order.draw, order.know)
+    stream = SavedStream(tmp_path / "run" / BATCHES, run.trainer.buffer, order.draw, order.know)
     for version in range(STEPS):
-        run.trainer._buffer.version = version
+        run.trainer.buffer.version = version
         found = asyncio.run(stream.collect()).groups
         wanted = [group for group in run.used[version] if len(set(group.accuracies)) > 1]
         assert [(g.draw.index, g.draw.prompt.id) for g in found] == [(g.draw.index, g.draw.prompt.id) for g in wanted]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from dapo.driver.recovery import run_to_end
 from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.limit import TimeLimitReached
-from dapo.faults.recovery import run_to_end
 from dapo.report.log import read_metrics
 from dapo.sampling.driver_state import DriverState, owes_evaluation
 from tests.support.driver.loops import make_trainer, tiny_config, whole
@@ -84,7 +84,7 @@ def test_a_step_whose_weight_sync_fails_has_its_line(tmp_path):
         if version == 3:
             raise RuntimeError("engine 0 is gone")
 
-    trainer._pools = replace(trainer._pools, sync_weights=broken)
+    trainer._trainer._pools = replace(trainer._pools, sync_weights=broken)
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
         asyncio.run(run_to_end(lambda: trainer, trainer._pools.actors, 0))
     assert steps_with(tmp_path, "actor/loss") == [1, 2, 3] and 3 in trainer.saver._store.steps()

@@ -29,7 +29,7 @@ def test_groups_collected_since_the_last_checkpoint_are_saved(tmp_path):
 
     asyncio.run(run())
     second, _ = make_trainer(tmp_path, cfg)
-    asyncio.run(second._resume())
+    asyncio.run(second.resume())
     assert len(second.stream.buffer.held()) == 12 and not second.saver.is_behind(second.version)
 
 
@@ -43,7 +43,7 @@ def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
     digest = manifest._digest
     monkeypatch.setattr(manifest, "_digest", lambda path, **how: hashed.append(path.name) or digest(path, **how))
     assert second.saver._store.latest() == tmp_path / "checkpoints" / "step_000002"
-    asyncio.run(second._resume())
+    asyncio.run(second.resume())
     assert actors.loaded and second.version == 2
     assert sorted(hashed) == sorted(path.name for path in files if path.name != "manifest.json")
 
@@ -71,7 +71,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_too_many_end_the_
     trainer._logger.event = lambda *event: events.append(event)
 
     async def steps() -> None:
-        await trainer._resume()
+        await trainer.resume()
         await trainer.step()
         failing(actors, error, 3)
         for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_model_that_was_moved_has_the_groups_of_its_journal(tmp_path):
 
 def test_what_is_due_is_part_of_the_state(tmp_path):
     trainer, _ = make_trainer(tmp_path, tiny_config(total_steps=9))
-    trainer.saver.owes_evaluation = True
+    trainer.evaluations.owe(0)
     trainer._logger._waiting.append('{"step": 0}')
     asyncio.run(trainer.save())
     trainer.saver.close()

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
+from dapo.driver.recovery import run_to_end
+from dapo.driver.session import Session
 from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.limit import TimeLimit, TimeLimitReached
-from dapo.faults.recovery import run_to_end
 from dapo.pools import BatchRefused
 from dapo.report.log import read_metrics
 from dapo.sampling.driver_state import owes_evaluation
-from dapo.trainer import Trainer
 from dapo.types import HeldOut
 from tests.support.driver.loops import make_trainer, some_mixed, tiny_config
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
@@ -98,7 +98,7 @@ def batches(actors: FakeActors) -> list[list]:
     ]
 
 
-async def to_its_end(trainer: Trainer) -> None:
+async def to_its_end(trainer: Session) -> None:
     await run_to_end(lambda: trainer, trainer._pools.actors, 0)
 
 

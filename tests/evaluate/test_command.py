@@ -110,7 +110,7 @@ def test_a_signal_ends_it_in_order(export, tmp_path, monkeypatch, capsys):
             ended.append("Ray")
 
     monkeypatch.setattr("dapo.run.ray_cluster", cluster)
-    monkeypatch.setattr("dapo.run.place", place)
+    monkeypatch.setattr("dapo.fleet.place", place)
     monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *line_of(export, f"trainer.output_dir={tmp_path / 'out'}")])
     before = {each: signal.getsignal(each) for each in caught()}
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.faults.recovery import run_to_end
+from dapo.driver.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.log import read_metrics
 from dapo.sampling.draws import DROPPED, TRAINED
@@ -59,9 +59,9 @@ def whole_run(directory: Path, cfg, *, actors: FakeActors | None = None) -> list
     used: list[Collected] = []
     report = trainer._report
 
-    def noted(collected, *rest):
-        used.append(collected)
-        return report(collected, *rest)
+    def noted(trained):
+        used.append(trained.collected)
+        report(trained)
 
     trainer._report = noted
     asyncio.run(trainer.run())
@@ -256,7 +256,7 @@ def test_a_checkpoint_waits_until_its_steps_are_on_disk(tmp_path):
     go = threading.Event()
 
     async def run() -> None:
-        await trainer._resume()
+        await trainer.resume()
         await trainer.step()
         store._writer.put(lambda connection: go.wait(60))
         store.metrics(1, {"last": 1.0})

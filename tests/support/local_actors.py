@@ -66,6 +66,4 @@ def local_sync(
     """A weight sync from `model` to the engines of `pool`, not yet connected."""
     cfg = Config()
     cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, 60
-    sync = WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg)
-    pool.keeper.rejoin = sync.rejoin
-    return sync
+    return WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg)

@@ -32,10 +32,12 @@ class Keeper:
         cfg: RolloutConfig,
         warn: Callable[[str], None],
         release: Callable[[int], None],
+        rejoin: Callable[[int], Awaitable[None]],
         lent: int = 0,
     ) -> None:
         """options: Ray options of each engine. release: frees the placement of an engine that is dropped for good.
-        lent: number of engines, the last ones, that run on GPUs lent by the actors."""
+        rejoin: gives a restarted engine the weights that the others serve. lent: number of engines, the last ones, that
+        run on GPUs lent by the actors."""
         count = len(options)
         self.slots = [
             EngineSlot(number, each, cfg, count=count, lent=number >= count - lent)
@@ -44,7 +46,7 @@ class Keeper:
         self.lends = lent > 0
         self.changed = asyncio.Event()
         self.exhausted = ""
-        self.rejoin: Callable[[int], Awaitable[None]] | None = None
+        self._give_weights = rejoin
         self.turn = asyncio.Event()
         self.turn.set()
         self.level, self.level_proven = DEEPEST, False
@@ -158,10 +160,9 @@ class Keeper:
         """Lets a restarted engine serve. An engine that fails to join the weight sync twice is dropped: if no other one
         serves, there would be no batch and no later sync. Errors other than RemoteError are only logged: a failure of
         the actors is handled elsewhere."""
-        assert self.rejoin is not None
         for another in (True, False):
             try:
-                await self.rejoin(slot.number)
+                await self._give_weights(slot.number)
                 if slot.serving:
                     self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
                 return

@@ -3,11 +3,11 @@
 import asyncio
 
 from dapo.config.schema import Config
+from dapo.driver.session import Session
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.sampling.stream import GroupStream
 from dapo.state.checkpoint import CheckpointStore
-from dapo.trainer import Trainer
 from dapo.types import Collected, HeldOut, Sampling
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
 from tests.support.faulty_pools import collect, turns
@@ -67,11 +67,11 @@ def make_trainer(
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
     logger = MetricsLogger(tmp_path, store=samples)
     held_out = HeldOut(name="", prompts=tuple(PROMPTS[:5]), samples=(cfg.eval.n,) * 5)
-    trainer = Trainer(cfg, pools, prompts, [held_out], store, logger, say=lambda line: None, limit=limit)
+    trainer = Session(cfg, pools, prompts, [held_out], store, logger, say=lambda line: None, limit=limit)
     return trainer, actors
 
 
-def whole(trainer: Trainer) -> None:
+def whole(trainer: Session) -> None:
     """Trains to the end."""
     asyncio.run(trainer.run())
     trainer.saver.close()
@@ -79,7 +79,7 @@ def whole(trainer: Trainer) -> None:
 
 async def cancelled(trainer, version: int, count: int) -> asyncio.Task:
     """A step that is cancelled so many turns of the event loop after the run has come to a version."""
-    await trainer._resume()
+    await trainer.resume()
     while trainer.version < version:
         await trainer.step()
     running = asyncio.create_task(trainer.step())
@@ -88,11 +88,11 @@ async def cancelled(trainer, version: int, count: int) -> asyncio.Task:
     return running
 
 
-async def killed(trainer: Trainer, version: int, count: int) -> set[int]:
+async def killed(trainer: Session, version: int, count: int) -> set[int]:
     """The process dies there and saves nothing. Returns the draws whose groups it had."""
     await cancelled(trainer, version, count)
     trainer.saver.journal.close()
-    return {group.draw.index for group, _ in trainer._buffer.held()}
+    return {group.draw.index for group, _ in trainer.buffer.held()}
 
 
 def tokens(actors: FakeActors) -> list[list[tuple]]:
@@ -103,5 +103,5 @@ def tokens(actors: FakeActors) -> list[list[tuple]]:
     ]
 
 
-def seen(trainer: Trainer) -> list[str]:
+def seen(trainer: Session) -> list[str]:
     return trainer._pools.rollouts.seen

@@ -33,7 +33,7 @@ class World:
 
     def __init__(self, directory: Path, verdict: Verdict, **options) -> None:
         self.directory, self.verdict, self.options = directory, verdict, {**BASE, **options}
-        self.buffer = OversamplingBuffer(**self.options)
+        self.buffer = OversamplingBuffer(**self.options, on_scored=self.hear)
         self.version = self.serving = 0  # completed updates; what the engines serve
         self.where: dict[int, str] = {}  # every draw ever started: where it is, or how it ended
         self.size: dict[int, int] = {}  # tokens of the groups that are complete, or ended
@@ -219,7 +219,7 @@ class World:
             state = DriverState.read(self.directory)
             held = read_groups(self.directory, draw_of)
         self.options |= changes
-        self.buffer = OversamplingBuffer(**self.options)
+        self.buffer = OversamplingBuffer(**self.options, on_scored=self.hear)
         self.buffer.restore(state.buffer, held, version=state.version)
         self.forget_the_unscored()
         self.audit()
@@ -279,15 +279,13 @@ class World:
         if self.journal.version != self.version:
             self.journal.begin(self.version)
             self.journaled = {}
-        self.hear()
         self.saved = copy.deepcopy([getattr(self, name) for name in BOOKS])
         self.saved_state, self.saved_groups = self.buffer.state(), self.buffer.held()
         self.saved_counted = self.counted
 
-    def hear(self) -> None:
-        journal = self.journal
-        assert journal is not None
-        self.buffer.on_scored = lambda group, started: note(journal, group, started)
+    def hear(self, group: Group, started: int) -> None:
+        if self.journal is not None:
+            note(self.journal, group, started)
 
     def crash(self) -> None:
         """The process dies; another one goes on from the last checkpoint with the groups that finished after it."""
@@ -300,7 +298,7 @@ class World:
         awaited = {None, IN_GENERATION, IN_REWARD, TO_RETRY}
         self.journaled = due = {i: found for i, found in self.journaled.items() if self.where.get(i) in awaited}
         assert {group.draw.index: (started, group.num_tokens) for group, started in groups} == due
-        self.buffer = OversamplingBuffer(**self.options)
+        self.buffer = OversamplingBuffer(**self.options, on_scored=self.hear)
         self.buffer.restore(self.saved_state, self.saved_groups, groups, version=self.version)
         self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
         self.where |= dict.fromkeys(range(len(self.where), max(due, default=-1) + 1), TO_RETRY)
@@ -309,7 +307,6 @@ class World:
         self.forget_the_unscored()
         self.finished.sort(key=lambda index: index in due)  # those of the checkpoint came first
         self.audit()
-        self.hear()
         self.open()
         self.drawn_now = 0 if self.staleness else self.saved_counted + len(due)
 

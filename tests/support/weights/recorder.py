@@ -108,6 +108,9 @@ class Recorder:
         self.events.append(f"asked: {why}")
         return self.lighter.pop(0) if self.lighter else False
 
+    def take_weights(self, rejoin):
+        pass
+
     def admit(self, members):
         self.awake = True
         self.admitted.append(members)

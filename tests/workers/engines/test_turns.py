@@ -91,8 +91,7 @@ async def kept(test, lent=0):
 
     said = []
     cfg = RolloutConfig(num_engines=2 - lent)
-    keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, lent)
-    keeper.rejoin = rejoin
+    keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, rejoin, lent)
     await keeper.start("model", {}, lambda number: ())
     try:
         await asyncio.wait_for(test(keeper, said), 10)
@@ -112,7 +111,9 @@ def test_an_engine_that_does_not_start_at_first_is_started_again(failures, resta
     said = []
 
     async def whole():
-        keeper = keeping.Keeper([{}, {}], RolloutConfig(num_engines=2), said.append, lambda number: None)
+        keeper = keeping.Keeper(
+            [{}, {}], RolloutConfig(num_engines=2), said.append, lambda number: None, lambda number: None
+        )
         keeper.slots[1].failures = [*failures]
         try:
             await keeper.start("model", {}, lambda number: ())
@@ -210,7 +211,7 @@ async def test_an_engine_that_cannot_join_twice_is_replaced(keeper, said):
             raise RemoteError("another digest")
         slot.serving = True
 
-    keeper.rejoin = rejoin
+    keeper._give_weights = rejoin
     slot.ends.set()
     await settled()
     assert (asked, slot.restarts) == ([0, 0, 0], 2) and slot.serving

@@ -1,8 +1,8 @@
 """Continues a run when its actors are lost, and saves what was trained however the run ends.
 
-    make a Trainer ─▶ run ─▶ done
+    make a Session ─▶ run ─▶ done
          ▲             │ ActorsLost: ranks died, hang, or have different states
-         └── restart ◀─┘ of all ranks; the new Trainer continues from the newest checkpoint and the journal, without a
+         └── restart ◀─┘ of all ranks; the new one continues from the newest checkpoint and the journal, without a
                          batch that has lost the ranks twice (`dapo.faults.refusals`)
 
 Engines and reward workers replace their own processes (`workers.rollout`, `workers.reward`) and stay up meanwhile.
@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from dapo.driver.session import Session
 from dapo.faults.restarts import Restarts
 from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost
 from dapo.report.console import say, warn
-from dapo.trainer import Trainer
 
 
-async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
+async def run_to_end(make: Callable[[], Session], actors: ActorPool, max_restarts: int) -> None:
     """Trains to the last step. max_restarts: of all ranks, within an hour or until a new step is trained.
 
     A signal does not interrupt the last save, nor hide why the run ends; the second signal ends the process.
@@ -28,24 +28,24 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
     """
     restarts, furthest = Restarts(max_restarts), 0
     while True:
-        trainer = make()
+        session = make()
         try:
-            await trainer.run()
+            await session.run()
             return
         except ActorsLost as error:
-            await trainer.saver.abandon()
-            trainer.saver.close()
-            if trainer.version > furthest:  # steps between the checkpoint and the last loss were trained again alike
+            await session.saver.abandon()
+            session.saver.close()
+            if session.version > furthest:  # steps between the checkpoint and the last loss were trained again alike
                 restarts.worked()
-                furthest = trainer.version
+                furthest = session.version
             await _restart(actors, error, restarts)
         except BaseException:
-            if trainer.saver.is_behind(trainer.version):
+            if session.saver.is_behind(session.version):
                 with suppress(asyncio.CancelledError):  # the first error stays
-                    await finish(save_what_was_trained(trainer))
+                    await finish(save_what_was_trained(session))
             raise
         finally:
-            trainer.saver.close()
+            session.saver.close()
 
 
 async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> None:
@@ -68,10 +68,10 @@ async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> Non
         return
 
 
-async def save_what_was_trained(trainer: Trainer) -> None:
+async def save_what_was_trained(session: Session) -> None:
     """Saves at the end of a failed or interrupted run. A failure is only reported, not to hide the first one."""
     try:
-        await trainer.save()
-        say(f"saved step {trainer.version}")
+        await session.save()
+        say(f"saved step {session.version}")
     except Exception as error:
-        warn(f"step {trainer.version} could not be saved: {error}")
+        warn(f"step {session.version} could not be saved: {error}")

@@ -7,7 +7,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.faults.recovery import run_to_end
+from dapo.driver.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.replay.batches import Batches
 from dapo.report.log import read_metrics
@@ -149,7 +149,7 @@ def test_a_refused_batch_does_not_come_back_after_a_kill(tmp_path, undisturbed, 
     refused = make(path, refusing)
 
     async def killed_after_the_refusal() -> None:
-        await refused._resume()
+        await refused.resume()
         while not (path / QUARANTINE).exists():
             await refused.step()
         running = asyncio.create_task(refused.step())

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from dapo.driver.recovery import run_to_end
 from dapo.driver.saving import SaveFailed
 from dapo.faults import restarts
-from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from tests.support.faulty_pools import lost
 
