@@ -59,13 +59,14 @@ class Trainer:
         self._stream = stream
         self._clock = clock
 
-    async def step(self, around: Around) -> Trained:
+    async def step(self, around: Around | None = None) -> Trained:
         """Samples until the batch is full, updates the policy, and gives the engines its weights.
 
         Raises:
             BatchRefused: the ranks did not train on the batch; nothing has changed.
             ActorsLost: see `dapo.pools.ActorPool`.
         """
+        around = around or Around()
         collected = await around.collecting(self._stream.collect)  # lines 2 to 8
         if self._cfg.algorithm.kl.reward_coeff:
             with self._clock("reference"):

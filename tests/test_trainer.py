@@ -12,7 +12,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
-from tests.support.driver.loops import PROMPTS, SETTINGS, make_trainer, tiny_config
+from tests.support.driver.loops import PROMPTS, SETTINGS, make_trainer, tiny_config, tokens
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts
 from tests.support.faulty_pools import turns
 
@@ -41,6 +41,20 @@ def test_a_group_that_overlong_filtering_empties_takes_no_place_in_the_batch(tmp
 
 def lines(tmp_path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_algorithm_without_evaluations_saves_and_limits_trains_on_the_same(tmp_path):
+    session, wanted = make_trainer(tmp_path / "session", tiny_config(total_steps=3))
+    asyncio.run(session.run())
+    alone, actors = make_trainer(tmp_path / "alone", tiny_config(total_steps=3))
+
+    async def steps():
+        for _ in range(3):
+            await alone._trainer.step()
+        await alone.stream.close()
+
+    asyncio.run(steps())
+    assert tokens(actors) == tokens(wanted) and len(actors.batches) == 3
 
 
 def test_the_loop_updates_syncs_evaluates_and_saves(tmp_path):
