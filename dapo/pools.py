@@ -9,7 +9,6 @@ from typing import Protocol
 import psutil
 
 from dapo.measure.usage import RankUse, resident_bytes
-from dapo.sampling.lender import Lender
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
 
 
@@ -60,6 +59,17 @@ class RewardPool(Protocol):
 
     async def check(self) -> None:
         """Raises RuntimeError when known answers get wrong scores: then no verdict can be trusted."""
+
+
+class Lender(Protocol):
+    """Wakes engines on the actors' GPUs while a batch is collected; `dapo.sampling.lender` implements it."""
+
+    def consider(self, missing: int, on_awake: Callable[[], None]) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def lap(self) -> dict[str, float]:
+        """Returns metrics since the last call."""
 
 
 class ActorsLost(RuntimeError):
@@ -135,8 +145,8 @@ class Pools:
 
     sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
-    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. lender:
-    wakes engines on the actors' GPUs while a batch is collected; None without lending. gpus: of all workers.
+    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. gpus: of
+    all workers.
     """
 
     rollouts: RolloutPool

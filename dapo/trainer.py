@@ -10,15 +10,14 @@ needs besides (time limit, evaluation, saves, report) is in `dapo.driver.session
 
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from dapo.batch import build_batch, penalized
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools, Updated
-from dapo.replay.batches import SavedStream
-from dapo.sampling.stream import GroupStream
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.types import Collected, TrainBatch
 
 
@@ -29,6 +28,17 @@ class Trained:
     collected: Collected
     batch: TrainBatch
     updated: Updated
+
+
+class Stream(Protocol):
+    """Where batches come from: `dapo.sampling.stream.GroupStream`, or batches of an earlier run."""
+
+    buffer: OversamplingBuffer
+
+    async def collect(self) -> Collected: ...
+
+    def serving(self, version: int) -> None:
+        """The engines serve policy `version` from now on."""
 
 
 class Around:
@@ -49,9 +59,7 @@ class Around:
 
 
 class Trainer:
-    def __init__(
-        self, cfg: Config, pools: Pools, order: PromptOrder, stream: GroupStream | SavedStream, clock: PhaseClock
-    ) -> None:
+    def __init__(self, cfg: Config, pools: Pools, order: PromptOrder, stream: Stream, clock: PhaseClock) -> None:
         self.version = 0
         self._cfg = cfg
         self._pools = pools

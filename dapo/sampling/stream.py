@@ -27,9 +27,8 @@ from dataclasses import replace
 from dapo.config.sampling import SamplingConfig
 from dapo.data.order import PromptOrder
 from dapo.measure.clock import PhaseClock
-from dapo.pools import RewardPool, RolloutPool
+from dapo.pools import Lender, RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.lender import Lender
 from dapo.sampling.seeds import response_seed
 from dapo.types import Collected, Cut, Draw, Group, Prompt, Response, Sampling, Score, unscorable
 
