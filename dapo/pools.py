@@ -145,8 +145,8 @@ class Pools:
 
     sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
-    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. gpus: of
-    all workers.
+    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. gpus:
+    of all workers.
     """
 
     rollouts: RolloutPool
