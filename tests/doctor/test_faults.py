@@ -325,6 +325,11 @@ def reads_without_writing(call: Any, folder: str, name: str) -> str:
     return (Path(folder) / "token").read_text()
 
 
+def of_its_owner_alone(call: Any, folder: str, name: str) -> Any:
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    return call(folder, name)
+
+
 DISK = "shared directory"
 ACROSS = [
     ("clock", lambda call, *args: call(*args) + 90, FAULT, ["+90.0", "at b", "chrony"]),
@@ -332,7 +337,7 @@ ACROSS = [
     ("clock", lambda call, *args: call(*args) + 0.5, OK, ["3 nodes"]),
     (DISK, lambda *_: "gone", FAULT, ["1 of 3 nodes: b: the driver's file is not there (gone)"]),
     (DISK, reads_without_writing, FAULT, ["b: what this node writes is not there"]),
-    (DISK, lambda call, *args: call(*args), OK, ["the same on 3 nodes"]),
+    (DISK, of_its_owner_alone, OK, ["the same on 3 nodes"]),
     ("python", lambda *_: Silent("no answer within 120 s"), FAULT, ["1 of 3 nodes: b", "120 s"]),
     ("all-reduce", lambda *_: None, FAULT, ["gloo, 3 ranks", "connection refused", "GLOO_SOCKET_IFNAME"]),
 ]
