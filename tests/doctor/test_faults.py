@@ -55,7 +55,7 @@ def data(*rows: tuple[str, str]) -> Plant:
             for asked, truth in questions
         ]
         pq.write_table(pa.Table.from_pylist(table), folder / "data.parquet")
-        return [f"data.train_files=[{folder / 'data.parquet'}]"]
+        return [f"data.train_files=[{folder / 'data.parquet'}]", "data.val_files=[]"]
 
     return plant
 
@@ -85,7 +85,7 @@ def template(change: Callable[[str], str]) -> Plant:
 
 
 def trained_on(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    [train] = data()(folder, patch)
+    train, _ = data()(folder, patch)
     return [train, train.replace("train", "val", 1)]
 
 
@@ -234,7 +234,7 @@ PLANTED = [
     ),
     ("data", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
     ("data", data(("1+1=", "2"), ("2+1=", "3")), OK, ["18 rows, 2 duplicates", "16 prompts"]),
-    ("data", data(("1+1=", "3")), OK, ["17 rows, ", "1 contradictory"]),
+    ("data", data(("1+1=", "3"), ("16+1=", "17")), OK, ["18 rows, ", "1 contradictory"]),
     ("data", data(*[(f"{number}+1=", "0") for number in range(3)]), FAULT, ["3 of 16", "contradict", "'0'"]),
     ("data", trained_on, WARNING, ["16 held-out"]),
     ("data", data(("7+7=", "None")), WARNING, ["16 of 17 reference", "'None'", "dapo.rewards.selfcheck"]),
