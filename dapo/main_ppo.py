@@ -100,7 +100,7 @@ def _launch(cfg: Config, began: float) -> None:
 def _check(cfg: Config) -> None:
     """Raises ValueError with all problems that can be found without torch, which takes seconds to load. The machine is
     checked first: its failures are not caused by the files."""
-    from dapo.doctor.before_run import check_machine
+    from dapo.doctor.checks import check_machine
     from dapo.driver.preflight import early_problems
 
     for line in doubts(cfg):

@@ -4,8 +4,8 @@
 
 Give the same arguments as to the run: each check then uses its model, data, directories and sizes. `plan.*` sets the
 planner's assumptions. If `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on each of its nodes,
-else here without Ray. No files are left behind. Exit status is 0, or 1 with a fault. With `--run`, the process becomes
-the run if there is no fault, for launchers that take a single command.
+else here, and no Ray is started. No files are left behind. Exit status is 0, or 1 with a fault. With `--run`, the
+process becomes the run if there is no fault, for launchers that take a single command.
 """
 
 import json
@@ -19,9 +19,8 @@ from dapo.config.checks import doubts
 from dapo.config.compose import compose
 from dapo.config.paths import output_path
 from dapo.doctor.checks import CHECKS, Outcome, diagnose
-from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok, warning
 from dapo.doctor.machines import ThisMachine
-from dapo.doctor.subject import Subject
+from dapo.doctor.subject import FAULT, WARNING, Subject, fault, ok, warning
 from dapo.report.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
 
 JSON, RUN = "--json", "--run"
@@ -90,20 +89,17 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
     try:
         nodes = RayNodes(subject.address)
     except (OSError, ValueError, RuntimeError) as error:
-        yield Outcome("Ray", _unreachable(subject.address, error), 0.0)
+        found = fault(
+            f"no cluster at {subject.address} (`trainer.ray_address`, RAY_ADDRESS): {error}",
+            "start it, give the head's HOST:PORT and the token it was started with, or `trainer.ray_address=local`",
+        )
+        yield Outcome("Ray", found, 0.0)
         return
     try:
         yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0)
         yield from diagnose(subject, nodes)
     finally:
         nodes.close()
-
-
-def _unreachable(address: str, error: Exception) -> Finding:
-    return fault(
-        f"no cluster at {address} (`trainer.ray_address`, RAY_ADDRESS): {error}",
-        "start it, give the head's HOST:PORT and the token that it was started with, or `trainer.ray_address=local`",
-    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Lists all checks in reporting order, runs them, and merges the nodes' findings."""
+"""All checks in reporting order; runs them, and merges the nodes' findings."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.doctor.checked import cluster, files, inputs, judge, limits, network, planned, software, storage
-from dapo.doctor.checked.allreduce import judged
-from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
-from dapo.doctor.machines import Machines, Silent, ThisMachine
-from dapo.doctor.question import question
-from dapo.doctor.subject import Subject
+from dapo.config.schema import Config
+from dapo.doctor import inputs, limits, network, software, storage
+from dapo.doctor.machines import Machines, Silent, ThisMachine, authentication, clocks, placement
+from dapo.doctor.subject import FAULT, OK, SKIPPED, WARNING, Finding, Subject, fault, question, worst
 
 NODE, DRIVER, ALL = "every node", "driver", "all nodes"
 MAX_NODES = 3  # named in one line
@@ -41,7 +39,7 @@ class Outcome:
 def all_reduce(subject: Subject, machines: Machines) -> Finding:
     device = "cuda" if subject.uses_gpus and machines.gpus() else "cpu"
     count = machines.having_gpus() if device == "cuda" else len(machines.names)
-    return judged(machines.all_reduce(device), device, count, subject.cfg.plan.network_bandwidth)
+    return network.judged(machines.all_reduce(device), device, count, subject.cfg.plan.network_bandwidth)
 
 
 CHECKS = (  # described in README.md
@@ -55,24 +53,34 @@ CHECKS = (  # described in README.md
     Check("processes", NODE, limits.processes, cheap=True),
     Check("shared memory", NODE, limits.shared_memory, cheap=True),
     Check("temporary disk", NODE, limits.temporary_disk, cheap=True),
-    Check("model", NODE, files.models),
-    Check("files", NODE, files.data),
-    Check("clock", ALL, cluster.clocks),
+    Check("model", NODE, storage.models),
+    Check("files", NODE, storage.functions),
+    Check("clock", ALL, clocks),
     Check("free disk", DRIVER, storage.free_disk, cheap=True),
     Check("disk speed", DRIVER, storage.write_speed),
     Check("shared directory", ALL, storage.shared),
-    Check("authentication", DRIVER, cluster.authentication),
-    Check("placement", ALL, cluster.placement, ("GPUs",)),
+    Check("authentication", DRIVER, authentication),
+    Check("placement", ALL, placement, ("GPUs",)),
     Check("all-reduce", ALL, all_reduce),
     Check("settings", DRIVER, inputs.settings),
-    Check("judge", DRIVER, judge.judges, cheap=True),
-    Check("tokenizer", DRIVER, inputs.tokenizer, ("model",)),
-    Check("chat template", DRIVER, inputs.template, ("tokenizer",)),
-    Check("prompts", DRIVER, inputs.prompts, ("chat template",)),
-    Check("held-out", DRIVER, inputs.held_out, ("prompts",)),
-    Check("verifier", DRIVER, inputs.verifier, ("prompts",)),
-    Check("plan", DRIVER, planned.verdict),
+    Check("judge", DRIVER, inputs.judges, cheap=True),
+    Check("data", DRIVER, inputs.data),
+    Check("plan", DRIVER, inputs.plan),
 )
+
+
+def check_machine(cfg: Config, warn: Callable[[str], None]) -> None:
+    """Runs the cheap checks on the driver at the start of each run, before any worker starts. Raises ValueError with
+    one line per fault. warn: called with one line per warning."""
+    faults = []
+    for outcome in diagnose(Subject(cfg), ThisMachine(), [check for check in CHECKS if check.cheap]):
+        line = f"{outcome.name}: {outcome.finding.found}; {outcome.finding.remedy}"
+        if outcome.finding.level == FAULT:
+            faults.append(line)
+        elif outcome.finding.level == WARNING:
+            warn(line)
+    if faults:
+        raise ValueError("\n".join([*faults, "(trainer.preflight=false starts the run all the same)"]))
 
 
 def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:

@@ -12,8 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.derived import halve_roles
-from dapo.doctor.checked.allreduce import LIMIT_S, Ring, measure
 from dapo.doctor.machines import CPU_RANKS, Machines, Silent, called
+from dapo.doctor.network import LIMIT_S, Ring, measure
 from dapo.report.watchdog import waiting
 from workers.cluster import connect, leave, nodes
 from workers.placing.asked import OWN_GPUS, pools

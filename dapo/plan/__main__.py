@@ -21,8 +21,8 @@ from dapo.derived import device_of
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
-from dapo.plan.lead import Lead, job
 from dapo.plan.report import report
+from dapo.plan.step import Lead, job
 from dapo.report.console import end, say
 
 JOB = "--job"

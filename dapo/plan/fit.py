@@ -1,18 +1,22 @@
-"""Reports what cannot fit in memory, and which keys would change that, with the values needed."""
+"""Reports what cannot fit in memory, with the keys that would change that and the values needed, and settings that
+divide badly."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, num_shards, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import CACHE, EngineMemory
+from dapo.plan.step import Step, mean_tokens
 from dapo.plan.terms import size, together
 
 HIGHEST_UTILIZATION = 0.95
 WIDEST_ENGINE = 16  # GPUs
+GRAPH_SEQUENCES = 512  # vLLM 0.32: default size of the largest captured batch
+LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 Change = dict[str, Any]
 
 
@@ -75,21 +79,36 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
 def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Names the single changes that make a rank fit; if there are none, the three that save most."""
     now = ActorMemory(cfg, shape).peak().total
-    fitting: dict[tuple[str, ...], str] = {}
-    strongest: dict[tuple[str, ...], tuple[float, str]] = {}
-    for change in _changes(cfg, shape):
-        other, keys = changed(cfg, change), tuple(change)
-        need = ActorMemory(other, shape).peak().total
-        words = f"{' '.join(f'{key}={str(value).lower()}' for key, value in change.items())} ({size(need)})"
-        if need <= room_for_actors(other, shape):
-            fitting.setdefault(keys, words)
-        if need < strongest.get(keys, (now, ""))[0]:
-            strongest[keys] = (need, words)
-    if fitting:
-        return f"any of these makes it fit: {'; '.join(fitting.values())}"
+    strongest: dict[str, tuple[float, str]] = {}
+
+    def need(change: Change, other: PlannedConfig) -> tuple[bool, str]:
+        total = ActorMemory(other, shape).peak().total
+        words = f"{_words(change)} ({size(total)})"
+        if total < strongest.get(key := next(iter(change)), (now, ""))[0]:
+            strongest[key] = (total, words)
+        return total <= room_for_actors(other, shape), words
+
+    if fitting := _fitting(cfg, _changes(cfg, shape), need):
+        return fitting
     listed = "; ".join(words for _, words in sorted(strongest.values())[:3])
     combine = f"combine what saves most ({listed}), or " if listed else ""
     return f"no single change of parallelism, recomputation and offload is enough: {combine}take a smaller model"
+
+
+def _fitting(
+    cfg: PlannedConfig, changes: Iterator[Change], look: Callable[[Change, PlannedConfig], tuple[bool, str]]
+) -> str:
+    """Names the first value of each key that is enough; empty if none is. look: whether it is, and its words."""
+    found: dict[str, str] = {}
+    for change in changes:
+        enough, words = look(change, changed(cfg, change))
+        if enough:
+            found.setdefault(next(iter(change)), words)
+    return f"any of these makes it fit: {'; '.join(found.values())}" if found else ""
+
+
+def _words(change: Change) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
 
 
 def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
@@ -149,13 +168,13 @@ def _caches(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, others:
     *used, cache = engine.terms()
     fixed = together(used)
     needed = -(-engine.window // engine.block) * engine.block * engine.kv_bytes_per_token
-    fitting: dict[str, str] = {}
-    for change in _wider_caches(cfg, shape, engine, fixed, needed):
-        other = changed(cfg, change)
-        if EngineMemory(other, shape).at_full_length >= 1 and len(problems(other, shape)) <= others:
-            fitting.setdefault(next(iter(change)), " ".join(f"{key}={value}" for key, value in change.items()))
-    listed = "; ".join(fitting.values())
-    remedy = f"any of these makes it fit: {listed}" if fitting else "take larger GPUs or a smaller model"
+
+    def enough(change: Change, other: PlannedConfig) -> tuple[bool, str]:
+        wide = EngineMemory(other, shape).at_full_length >= 1
+        return wide and len(problems(other, shape)) <= others, _words(change)
+
+    changes = _wider_caches(cfg, shape, engine, fixed, needed)
+    remedy = _fitting(cfg, changes, enough) or "take larger GPUs or a smaller model"
     yield (
         f"an engine needs {size(needed)} of KV cache per GPU for one sequence of {engine.window:,} tokens, and "
         f"{size(cache.amount)} are left ({cache.formula}, {size(fixed)}); {remedy}"
@@ -218,3 +237,111 @@ def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
             f"{size(cfg.plan.gpu_memory_bytes)}; lower actor.num_workers, rollout.num_engines or "
             "rollout.vllm.kv_cache_memory_bytes"
         )
+
+
+def hints(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
+    """Settings that divide badly and leave ranks, engines or memory idle."""
+    step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
+    return [
+        *_idle_ranks(cfg, step),
+        *_uneven_shards(cfg, shape, engine),
+        *_copied_heads(cfg, shape, engine),
+        *_idle_engines(cfg, step, engine),
+    ]
+
+
+def _idle_ranks(cfg: PlannedConfig, step: Step) -> Iterator[str]:
+    sequences, packing = cfg.actor.ppo_mini_batch_size * cfg.rollout.n, step.packing
+    if sequences % step.rank_groups:
+        yield (
+            f"{sequences} sequences per mini-batch (`actor.ppo_mini_batch_size` {cfg.actor.ppo_mini_batch_size} x "
+            f"`rollout.n` {cfg.rollout.n}) over {step.rank_groups} groups of ranks (`actor.num_workers` / "
+            "`actor.ulysses_sequence_parallel_size`) do not divide"
+        )
+    if packing.idle >= MANY_IDLE:
+        yield (
+            f"{packing.idle:.0%} of the micro-batches are empty: fewer groups of ranks (a larger "
+            "`actor.ulysses_sequence_parallel_size`) or a larger `actor.ppo_mini_batch_size` would use them"
+        )
+    if packing.balance < LOW_BALANCE:
+        yield (
+            f"ranks wait for the heaviest {1 - packing.balance:.0%} of the time: few sequences of uneven lengths per "
+            "micro-batch; a larger `actor.max_tokens_per_gpu`, `actor.ulysses_sequence_parallel_size` or "
+            "`actor.ppo_mini_batch_size` evens them out"
+        )
+    waiting = sum(max(0.0, wire - computing) for computing, wire in step.passes.values())
+    if device_of(cfg) == "cuda" and waiting > SLOW_NETWORK * step.update_s:
+        yield (
+            f"the update waits for the network {waiting / step.update_s:.0%} of the time: parameters are gathered and "
+            f"gradients summed in each of {step.packing.micro_batches} micro-batches of an optimizer step; a larger "
+            "`actor.max_tokens_per_gpu` makes them fewer, a smaller `actor.fsdp_size` keeps them within a node"
+        )
+    if packing.filled < LOW_FILL:
+        yield (
+            f"micro-batches are {packing.filled:.0%} full: activations are reserved for more; a smaller "
+            "`actor.max_tokens_per_gpu` (at least the longest sequence over the sequence-parallel size), or a larger "
+            "`actor.ppo_mini_batch_size`"
+        )
+
+
+def _uneven_shards(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+    shards = num_shards(cfg)
+    rows = {
+        "hidden size": shape.hidden_size,
+        "experts" if shape.experts else "intermediate size": shape.experts or shape.intermediate_size,
+        "key-value width": shape.kv_size,
+        "vocabulary": shape.vocab_size,
+    }
+    uneven = [f"{name} {count:,}" for name, count in rows.items() if count % shards]
+    if uneven:
+        yield f"parameters are padded in {shards} shards (`actor.fsdp_size`), which divides not: {', '.join(uneven)}"
+    node = cfg.plan.gpus_per_node
+    if cfg.actor.num_workers > node and cfg.actor.num_workers % node:
+        yield f"`actor.num_workers` ({cfg.actor.num_workers}) leaves a node of {node} GPUs partly used"
+    if node % engine.gpus and engine.gpus % node:
+        yield f"engines of {engine.gpus} GPUs leave some of a node's {node} unused or lie across nodes"
+
+
+def _copied_heads(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+    shared, keys = cfg.actor.ulysses_sequence_parallel_size, shape.num_kv_heads
+    if shared > keys:
+        yield f"`actor.ulysses_sequence_parallel_size` ({shared}) exceeds the {keys} key-value heads: they are copied"
+    if engine.tensor_parallel > keys:
+        yield (
+            f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) exceeds the {keys} key-value heads: the "
+            "KV cache holds copies"
+        )
+
+
+def _idle_engines(cfg: PlannedConfig, step: Step, engine: EngineMemory) -> Iterator[str]:
+    prompt, _ = mean_tokens(cfg)
+    holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
+    wanted = step.sequences / step.kept_rate
+    key, admitted = engine.admitted
+    useful = min(holds, wanted / cfg.rollout.num_engines, engine.max_num_batched_tokens)
+    if useful > 1.25 * admitted:
+        yield (
+            f"an engine's cache holds {holds:.0f} sequences, a step has {wanted / cfg.rollout.num_engines:.0f} for it, "
+            f"and it runs {admitted}: rollout.vllm.{key}={int(useful) // 8 * 8} would use it"
+        )
+    if engine.at_full_length < cfg.rollout.n:
+        yield (
+            f"a group of `rollout.n` ({cfg.rollout.n}) at full length does not run at once in one engine, which holds "
+            f"{engine.at_full_length:.1f} such sequences: late in a group requests are put off and computed again"
+        )
+    if device_of(cfg) == "cuda" and admitted > GRAPH_SEQUENCES and not _captures_more(cfg, admitted):
+        yield (
+            f"an engine runs {admitted} sequences at once (`rollout.vllm.{key}`), and vLLM's CUDA graphs end at "
+            f"{GRAPH_SEQUENCES}: fuller steps are launched kernel by kernel; "
+            f"'rollout.vllm.compilation_config={{max_cudagraph_capture_size: {admitted}}}' captures them too"
+        )
+    slots = cfg.rollout.num_engines * running
+    if wanted < slots:
+        yield f"{wanted:.0f} responses per step do not fill the {slots} places of `rollout.num_engines` engines"
+
+
+def _captures_more(cfg: PlannedConfig, sequences: int) -> bool:
+    """Whether the engine arguments set larger CUDA graphs, or disable them."""
+    given = cfg.rollout.vllm.get("compilation_config") or {}
+    own = isinstance(given, dict) and given.get("max_cudagraph_capture_size")
+    return bool(cfg.rollout.vllm.get("enforce_eager")) or (not isinstance(given, dict)) or int(own or 0) >= sequences

@@ -6,12 +6,9 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
-from dapo.plan.disk import TEXT_BYTES, on_disk
 from dapo.plan.engine import EngineMemory
-from dapo.plan.fit import beyond_host, room_for_actors
-from dapo.plan.hints import hints
-from dapo.plan.lead import Lead
-from dapo.plan.step import Step, mean_tokens, sync_bytes
+from dapo.plan.fit import beyond_host, hints, room_for_actors
+from dapo.plan.step import TEXT_BYTES, Lead, Step, mean_tokens, on_disk, sync_bytes
 from dapo.plan.terms import duration, short, size, table, together
 
 

@@ -1,4 +1,5 @@
-"""Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions.
+"""Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions; how long before a
+time limit a run must be signalled (`Lead`), and how large its output directory gets (`on_disk`).
 
 The response lengths are a fixed log-normal sample, truncated at the maximum. Its mini-batches are packed by the actors'
 own code (`dapo.packing`), so idle and partly filled micro-batches are counted, not guessed. A prompt is counted for
@@ -11,17 +12,26 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapo.config.facts.model_shape import ModelShape
+from dapo.config.paths import output_path
 from dapo.config.plan import PlannedConfig
-from dapo.derived import lends, lent_engines, optimizer_steps, takes_turns
+from dapo.derived import device_of, lends, lent_engines, optimizer_steps, takes_turns
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
-from dapo.plan.terms import size, together
+from dapo.plan.terms import Term, duration, size, together
 from dapo.sampling.lending import Lending
 
 SAMPLED_MINIBATCHES = 4
 # Multiples of the forward pass. Without weight gradients half as much; attention computes its scores once more.
 BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD = 2.0, 1.0, 2.5
+ROOM = 1.5  # safety factor, the same as for `trainer.max_hours`
+ENDING_S = 60.0  # for the processes to stop, and for Slurm's coarse timer
+CPU_UPDATE_S = 60.0  # there are no estimates without GPUs; a tiny model's update takes a second or two
+# Names in the output directory.
+CHECKPOINTS, STORE, BATCHES, JOURNAL = "checkpoints", "samples.sqlite", "batches", "journal"
+TEXT_BYTES = 4  # per token, about, for English with formulas
+ARRAY_BYTES = 8  # per token: its id and its log-probability
+ROW_BYTES = 300  # per response in the store, besides its text
 
 
 def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
@@ -276,3 +286,95 @@ class Step:
         response_s = mean_tokens(self.cfg)[1] * self.token_s(engine, running)
         gain_s = lending.gain_s(waiting, response_s)
         return (gain_s, lending.awake_s(waiting, response_s)) if gain_s > 0 else (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The signal of `launch/slurm/train.sbatch` before a time limit: the run then finishes an update and saves."""
+
+    cfg: PlannedConfig
+    shape: ModelShape
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of an update that has just begun, with the weight sync after it."""
+        if self.cfg.trainer.only == "rollout":
+            return 0.0
+        if device_of(self.cfg) == "cpu":
+            return CPU_UPDATE_S
+        return Step(self.cfg, self.shape).update_s + sync_bytes(self.shape) / self.cfg.plan.sync_bandwidth
+
+    @cached_property
+    def save_s(self) -> float:
+        return together(ActorMemory(self.cfg, self.shape).checkpoint()) / self.cfg.plan.storage_bandwidth
+
+    @property
+    def seconds(self) -> int:
+        """The lead; an earlier asynchronous save may have to finish first."""
+        before = max(self.update_s, self.save_s) if self.cfg.checkpoint.async_save else self.update_s
+        return math.ceil(ROOM * (before + self.save_s) + ENDING_S)
+
+    def lines(self) -> list[str]:
+        written = size(self.save_s * self.cfg.plan.storage_bandwidth)
+        first = f"the update {duration(self.update_s)}"
+        if self.cfg.checkpoint.async_save and self.save_s > self.update_s:
+            first = f"the save that may run beside it {duration(self.save_s)}"
+        return [
+            f"SIGNAL BEFORE A TIME LIMIT: {self.seconds:,} s = {ROOM:g} x ({first} + a save {duration(self.save_s)}) + "
+            f"{ENDING_S:g} s",
+            f"  a save: {written} at {size(self.cfg.plan.storage_bandwidth)}/s (assumed: plan.storage_bandwidth)",
+        ]
+
+
+def job(cfg: PlannedConfig) -> str:
+    """Returns the launcher's other values, one `name value` per line: output directory, and what to resume from."""
+    return f"output_dir {output_path(cfg.trainer.output_dir)}\nresume {cfg.checkpoint.resume}"
+
+
+def checkpoints_kept(cfg: PlannedConfig) -> int:
+    """Checkpoints on disk at the end: the last one, and earlier ones that are not deleted."""
+    every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
+    saved = 1 + (cfg.trainer.total_steps // every if every else 0)
+    return min(cfg.checkpoint.keep or saved, saved)
+
+
+def on_disk(cfg: PlannedConfig, checkpoint_bytes: float) -> tuple[Term, ...]:
+    """Terms named as in the output directory. checkpoint_bytes: of one checkpoint."""
+    steps, only, response = cfg.trainer.total_steps, cfg.trainer.only, mean_tokens(cfg)[1]
+    trained = cfg.data.train_batch_size * cfg.rollout.n
+    drawn = trained / (cfg.plan.mixed_rate if cfg.filter_groups.enable and only != "train" else 1.0)
+    kept = checkpoints_kept(cfg) + 1
+    group_bytes = (ARRAY_BYTES + TEXT_BYTES) * response
+    batches = {"rollout": steps, "train": 0}.get(only, min(cfg.checkpoint.batches, steps))
+    segments = min(kept, steps) if cfg.checkpoint.journal and only != "train" else 0
+    return (
+        Term(
+            name=CHECKPOINTS,
+            amount=kept * checkpoint_bytes,
+            formula=f"{kept:,} of {size(checkpoint_bytes)}, one of them being written",
+        ),
+        _store(cfg, drawn),
+        Term(
+            name=BATCHES,
+            amount=batches * trained * group_bytes,
+            formula=f"{batches:,} steps x {trained:,} responses x {response:,} tokens x {ARRAY_BYTES + TEXT_BYTES} B",
+        ),
+        Term(
+            name=JOURNAL,
+            amount=segments * drawn * group_bytes,
+            formula=f"{segments:,} segments x {drawn:,.0f} responses x {response:,} tokens x "
+            f"{ARRAY_BYTES + TEXT_BYTES} B",
+        ),
+    )
+
+
+def _store(cfg: PlannedConfig, drawn: float) -> Term:
+    """The sample store: texts up to its limit, all other data, and a second copy of a step while it is written."""
+    log, steps = cfg.logging, cfg.trainer.total_steps
+    text = min(TEXT_BYTES * mean_tokens(cfg)[1], log.max_text_bytes) * log.sample_fraction
+    step = drawn * (ROW_BYTES + text)
+    whole, bound = steps * step, max(log.max_store_bytes, steps * drawn * ROW_BYTES) + 2 * step
+    formula = f"{steps:,} steps x {drawn:,.0f} responses x ({ROW_BYTES} + {text:,.0f}) B"
+    if log.max_store_bytes and bound < whole:
+        return Term(name=STORE, amount=bound, formula=f"logging.max_store_bytes and two steps, of {formula}")
+    return Term(name=STORE, amount=whole, formula=formula)

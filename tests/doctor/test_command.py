@@ -13,10 +13,9 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.doctor import __main__ as command
-from dapo.doctor.before_run import check_machine
-from dapo.doctor.checked import limits, software
-from dapo.doctor.checks import CHECKS, Outcome
-from dapo.doctor.finding import FAULT, WARNING, Finding
+from dapo.doctor import limits, software
+from dapo.doctor.checks import CHECKS, Outcome, check_machine
+from dapo.doctor.subject import FAULT, WARNING, Finding
 from dapo.main_ppo import launch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from dapo.config.compose import compose
-from dapo.doctor.checked import limits, planned
-from dapo.doctor.checked.devices import seen_gpus, visible_gpus
+from dapo.doctor import inputs, limits
 from dapo.doctor.checks import CHECKS, diagnose
-from dapo.doctor.finding import FAULT, OK, WARNING
 from dapo.doctor.machines import ThisMachine
-from dapo.doctor.subject import Subject
+from dapo.doctor.software import seen_gpus, visible_gpus
+from dapo.doctor.subject import FAULT, OK, WARNING, Subject
 
 MIB = 2**20
 MIXED = [
@@ -98,9 +97,9 @@ def test_a_gpu_without_memory_of_its_own_is_one(machine, told):
     machine([unified, *MIXED], None)
     assert [gpu.total for gpu in visible_gpus()] == [None, 24_000 * MIB, 80_000 * MIB, 24_000 * MIB]
     subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
-    assert "with the 25.17 GB that are there" in planned.verdict(subject).found, "the smallest that is known"
+    assert "with the 25.17 GB that are there" in inputs.plan(subject).found, "the smallest that is known"
     machine([unified], None)
-    assert ThisMachine().gpus() == 1 and "that are there" not in planned.verdict(subject).found
+    assert ThisMachine().gpus() == 1 and "that are there" not in inputs.plan(subject).found
     [outcome] = diagnose(subject, ThisMachine(), [check for check in CHECKS if check.name == "GPUs"])
     assert "1 x NVIDIA GB10, memory not told" in outcome.finding.found
     machine([("lost", "GPU-eeee-6", "Unknown Error", "Unknown Error", "")], None)
@@ -118,7 +117,7 @@ def test_what_is_told_of_gpus_and_slices_is_told_of_those_that_are_visible(machi
     found = [(gpu.name, gpu.total / MIB, gpu.used / MIB) for gpu in seen_gpus()]
     assert found == [("H100", 81_559, 5), ("H100 MIG 1g.10gb", 9_728, 12), ("H100 MIG 3g.40gb", 40_192, 30)]
     machine(SLICED, "MIG-1111-a")
-    assert planned.verdict(subject).found.startswith("with the 10.20 GB that are there")
+    assert inputs.plan(subject).found.startswith("with the 10.20 GB that are there")
 
 
 def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypatch):
@@ -128,16 +127,16 @@ def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypa
     monkeypatch.setattr(limits, "cgroup", lambda name: None)
     subject = Subject(compose(["+experiment=dapo_qwen7b_hybrid"], plan=True))
     machine([("H100", f"GPU-{number}", 81_559, 0, "") for number in range(8)], None)
-    found = planned.verdict(subject)
+    found = inputs.plan(subject)
     assert found.level == WARNING and "level 1" in found.found and "150.00 GB" in found.found, found
     memory.total = 250e9
-    assert planned.verdict(subject).level == OK
+    assert inputs.plan(subject).level == OK
     subject.cfg.actor.offload = "host"
     memory.total = 100e9
-    found = planned.verdict(subject)
+    found = inputs.plan(subject)
     assert found.level == FAULT and "`plan.host_memory_bytes` is 100.00 GB" in found.found, found
     machine([], None)
-    assert planned.verdict(subject).level == OK, "the head may have none of the GPUs, and less memory"
+    assert inputs.plan(subject).level == OK, "the head may have none of the GPUs, and less memory"
 
 
 FIRST = "5:cpu,cpuacct:/job/step\n4:pids:/job/step\n3:memory:/job/step\n1:name=systemd:/\n"

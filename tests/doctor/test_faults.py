@@ -14,14 +14,11 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.doctor import machines, question
-from dapo.doctor.before_run import check_machine
-from dapo.doctor.checked import cluster, limits, network, software, storage
-from dapo.doctor.checked.allreduce import Measured, bytes_of, judged, network_of
-from dapo.doctor.checks import CHECKS, diagnose
-from dapo.doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding
+from dapo.doctor import limits, machines, network, software, storage, subject
+from dapo.doctor.checks import CHECKS, check_machine, diagnose
 from dapo.doctor.machines import Silent, ThisMachine
-from dapo.doctor.subject import Subject
+from dapo.doctor.network import Measured, bytes_of, judged, network_of
+from dapo.doctor.subject import FAULT, OK, SKIPPED, WARNING, Finding, Subject
 from tests.support.rewards.judge_server import KEY, judge_server
 
 BASE = "pkg://dapo.tiny/base"
@@ -34,9 +31,9 @@ def doctor(*overrides: str, only: str, nodes: Any = None) -> Finding:
     needed = {only}
     for check in reversed(CHECKS):
         needed |= set(check.needs) if check.name in needed else set()
-    subject = Subject(compose(overrides, "dapo_tiny", plan=True))
+    run = Subject(compose(overrides, "dapo_tiny", plan=True))
     checks = [check for check in CHECKS if check.name in needed]
-    return {found.name: found.finding for found in diagnose(subject, nodes or ThisMachine(), checks)}[only]
+    return {found.name: found.finding for found in diagnose(run, nodes or ThisMachine(), checks)}[only]
 
 
 def assert_says(found: Finding, level: str, parts: list[str]) -> None:
@@ -58,7 +55,7 @@ def data(*rows: tuple[str, str]) -> Plant:
             for asked, truth in questions
         ]
         pq.write_table(pa.Table.from_pylist(table), folder / "data.parquet")
-        return [f"data.train_files=[{folder / 'data.parquet'}]"]
+        return [f"data.train_files=[{folder / 'data.parquet'}]", "data.val_files=[]"]
 
     return plant
 
@@ -88,7 +85,7 @@ def template(change: Callable[[str], str]) -> Plant:
 
 
 def trained_on(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    [train] = data()(folder, patch)
+    train, _ = data()(folder, patch)
     return [train, train.replace("train", "val", 1)]
 
 
@@ -155,9 +152,9 @@ def limit(name: int, value: int) -> Plant:
 
 
 def another_lock(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    lines = (question.LOCKS[0] / "cpu.lock").read_text().replace("ray==2", "ray==1")
+    lines = (subject.LOCKS[0] / "cpu.lock").read_text().replace("ray==2", "ray==1")
     (folder / "cpu.lock").write_text(lines)
-    patch.setattr(question, "LOCKS", (folder,))
+    patch.setattr(subject, "LOCKS", (folder,))
     return []
 
 
@@ -181,7 +178,7 @@ PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
     ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
-    ("libraries", patched(question, "_version", lambda name: "0.32.0"), FAULT, ["docker/gpu.lock", "Dockerfile.cpu"]),
+    ("libraries", patched(subject, "_version", lambda name: "0.32.0"), FAULT, ["docker/gpu.lock", "Dockerfile.cpu"]),
     ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
     ("allocator", expandable("PYTORCH_CUDA_ALLOC_CONF", *TURNS), FAULT, ["CUDA_ALLOC_CONF", "ipc", "every node"]),
     ("allocator", expandable("PYTORCH_ALLOC_CONF", *LENT), FAULT, ["PYTORCH_ALLOC_CONF (max", "ipc", "leave"]),
@@ -195,7 +192,7 @@ PLANTED = [
     ("temporary disk", disk(100 * GB, GB // 4), FAULT, ["250.00 MB", "RAY_TMPDIR"]),
     ("temporary disk", disk(20 * GB, GB), WARNING, ["1.00 GB", "RAY_TMPDIR"]),
     ("temporary disk", disk(100 * GB, 4 * GB), WARNING, ["95%", "RAY_TMPDIR"]),
-    ("model", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
+    ("settings", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
     ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
     ("files", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["functions[0].path` (/no/such.py)", "node"]),
     ("files", arguments("rollout.function.path=/no/such.py"), FAULT, ["`rollout.function.path` (/no/such.py)", "node"]),
@@ -216,31 +213,31 @@ PLANTED = [
         ["2 ranks", "exit code 1", "SOCKET_IFNAME"],
     ),
     ("settings", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["/no/such.py"]),
-    ("tokenizer", model(lambda path: (path / "tokenizer.json").write_text("{")), FAULT, ["does not load"]),
-    ("tokenizer", model(without_vocabulary), FAULT, ["makes no tokens of text", "download the model again"]),
-    ("tokenizer", model(other_tokenizer), WARNING, ["264 tokens", "200 rows"]),
-    ("prompts", model(other_model), FAULT, ["gives token", "is 10"]),
+    ("data", model(lambda path: (path / "tokenizer.json").write_text("{")), FAULT, ["does not load"]),
+    ("data", model(without_vocabulary), FAULT, ["makes no tokens of text", "download the model again"]),
+    ("data", model(other_tokenizer), WARNING, ["264 tokens", "200 rows"]),
+    ("data", model(other_model), FAULT, ["gives token", "is 10"]),
     (
-        "chat template",
+        "data",
         model(lambda path: (path / "chat_template.jinja").unlink()),
         FAULT,
         ["no chat template", "chat_template.jinja"],
     ),
-    ("chat template", template(lambda text: "{{ strftime_now('%d %b') }}" + text), WARNING, ["today's date"]),
-    ("chat template", template(lambda text: "{{ messages[0]['role'] }}"), FAULT, ["leaves out what the user says"]),
-    ("chat template", template(lambda text: "{{ messages[0]['content'] }}"), WARNING, ["add_generation_prompt"]),
+    ("data", template(lambda text: "{{ strftime_now('%d %b') }}" + text), WARNING, ["today's date"]),
+    ("data", template(lambda text: "{{ messages[0]['role'] }}"), FAULT, ["leaves out what the user says"]),
+    ("data", template(lambda text: "{{ messages[0]['content'] }}"), WARNING, ["add_generation_prompt"]),
     (
-        "chat template",
+        "data",
         arguments("data.chat_template_kwargs={enable_thinkng: false}"),
         FAULT,
         ["enable_thinkng` (False)"],
     ),
-    ("prompts", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
-    ("prompts", data(("1+1=", "2"), ("2+1=", "3")), WARNING, ["16 prompts of 18 rows", "2 rows repeat"]),
-    ("prompts", data(("1+1=", "3")), WARNING, ["1 prompts have ground truths that disagree"]),
-    ("prompts", data(*[(f"{number}+1=", "0") for number in range(3)]), FAULT, ["3 of 16", "contradict", "'0'"]),
-    ("held-out", trained_on, WARNING, ["16 held-out"]),
-    ("verifier", data(("7+7=", "None")), FAULT, ["16 of 17 reference", "'None'", "dapo.rewards.selfcheck"]),
+    ("data", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
+    ("data", data(("1+1=", "2"), ("2+1=", "3")), OK, ["18 rows, 2 duplicates", "16 prompts"]),
+    ("data", data(("1+1=", "3"), ("16+1=", "17")), OK, ["18 rows, ", "1 contradictory"]),
+    ("data", data(*[(f"{number}+1=", "0") for number in range(3)]), FAULT, ["3 of 16", "contradict", "'0'"]),
+    ("data", trained_on, WARNING, ["16 held-out"]),
+    ("data", data(("7+7=", "None")), WARNING, ["16 of 17 reference", "'None'", "dapo.rewards.selfcheck"]),
     ("plan", arguments("plan.gpu_memory_bytes=1e9"), FAULT, ["1.00 GB", "need"]),
     ("plan", patched(limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * GB)), FAULT, ["2.00 GB"]),
 ]
@@ -269,11 +266,15 @@ def test_an_output_directory_in_the_home_is_the_one_of_the_run(tmp_path: Path, m
 
 def test_what_needs_a_faulty_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cause is one fault."""
-    subject = Subject(compose(model(cut_off)(tmp_path, monkeypatch), "dapo_tiny", plan=True))
-    names = ("model", "tokenizer", "chat template", "prompts", "verifier", "plan")
-    checks = [check for check in CHECKS if check.name in names]
-    levels = [outcome.finding.level for outcome in diagnose(subject, ThisMachine(), checks)]
-    assert levels == [FAULT, SKIPPED, SKIPPED, SKIPPED, SKIPPED, OK]
+    cut = model(cut_off)(tmp_path, monkeypatch)
+    for names, overrides, expected in (
+        (("settings", "data", "plan"), cut, [FAULT, OK, OK]),
+        (("GPUs", "placement"), ON_GPUS, [FAULT, SKIPPED]),
+    ):
+        run = Subject(compose(overrides, "dapo_tiny", plan=True))
+        checks = [check for check in CHECKS if check.name in names]
+        levels = [outcome.finding.level for outcome in diagnose(run, ThisMachine(), checks)]
+        assert levels == expected
 
 
 def test_a_run_on_gpus_needs_more_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_a_run_on_gpus_needs_more_of_its_nodes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(limits, "_own_threads", lambda: 100)
     cfg = compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny")
     for gpus, level in ((False, WARNING), (True, FAULT)):
-        asked = question.question(cfg, joined=False, driver=True, gpus=gpus)
+        asked = subject.question(cfg, joined=False, driver=True, gpus=gpus)
         for look in (limits.open_files, limits.processes, limits.shared_memory):
             assert look(asked).level == level, look.__name__
 
@@ -292,7 +293,7 @@ def test_ray_raises_the_limit_of_open_files_of_a_driver_and_not_of_nodes(monkeyp
     monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (1024, 1 << 20))
     cfg = compose([], "dapo_tiny")
     for driver, level in ((True, OK), (False, FAULT)):
-        asked = question.question(cfg, joined=True, driver=driver, gpus=True)
+        asked = subject.question(cfg, joined=True, driver=driver, gpus=True)
         assert limits.open_files(asked).level == level
 
 
@@ -324,6 +325,11 @@ def reads_without_writing(call: Any, folder: str, name: str) -> str:
     return (Path(folder) / "token").read_text()
 
 
+def of_its_owner_alone(call: Any, folder: str, name: str) -> Any:
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    return call(folder, name)
+
+
 DISK = "shared directory"
 ACROSS = [
     ("clock", lambda call, *args: call(*args) + 90, FAULT, ["+90.0", "at b", "chrony"]),
@@ -331,7 +337,7 @@ ACROSS = [
     ("clock", lambda call, *args: call(*args) + 0.5, OK, ["3 nodes"]),
     (DISK, lambda *_: "gone", FAULT, ["1 of 3 nodes: b: the driver's file is not there (gone)"]),
     (DISK, reads_without_writing, FAULT, ["b: what this node writes is not there"]),
-    (DISK, lambda call, *args: call(*args), OK, ["the same on 3 nodes"]),
+    (DISK, of_its_owner_alone, OK, ["the same on 3 nodes"]),
     ("python", lambda *_: Silent("no answer within 120 s"), FAULT, ["1 of 3 nodes: b", "120 s"]),
     ("all-reduce", lambda *_: None, FAULT, ["gloo, 3 ranks", "connection refused", "GLOO_SOCKET_IFNAME"]),
 ]
@@ -361,8 +367,8 @@ def test_gpus_that_are_asked_for_are_compared_with_what_is_there(
     overrides: list[str], gpus: int, level: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ThisMachine, "gpus", lambda self: gpus)
-    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda", *overrides], plan=True))
-    assert_says(cluster.placement(subject, ThisMachine()), level, parts)
+    run = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda", *overrides], plan=True))
+    assert_says(machines.placement(run, ThisMachine()), level, parts)
 
 
 GIB = 1 << 30
@@ -402,7 +408,7 @@ def test_what_rdma_between_nodes_needs(
     limit(resource.RLIMIT_MEMLOCK, locked)(tmp_path, monkeypatch)
     if "told" in lacks:
         monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    asked = question.question(compose([], "dapo_tiny"), joined=True, driver=False, gpus=True, cluster_gpus=cluster_gpus)
+    asked = subject.question(compose([], "dapo_tiny"), joined=True, driver=False, gpus=True, cluster_gpus=cluster_gpus)
     assert_says(network.rdma(asked), level, [part.format(files=files) for part in parts])
 
 

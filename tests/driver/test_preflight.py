@@ -20,8 +20,8 @@ from dapo.config.facts.model_files import INDEX
 from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig, RewardFunctionConfig
 from dapo.config.schema import Config
-from dapo.doctor.checked.files import models
-from dapo.doctor.question import question
+from dapo.doctor.storage import models
+from dapo.doctor.subject import question
 from dapo.driver.preflight import early_problems, preflight
 from dapo.main_ppo import launch
 from dapo.rewards.calling.loading import OWN, OWN_MODEL, load, with_judge

@@ -6,9 +6,8 @@ import pytest
 
 from dapo.plan.__main__ import main
 from dapo.plan.actor import ActorMemory
-from dapo.plan.lead import Lead
 from dapo.plan.report import report
-from dapo.plan.step import Step
+from dapo.plan.step import Lead, Step
 from tests.support.plan.plans import planned
 
 

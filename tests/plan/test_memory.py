@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.config.facts.model_shape import shape_of
-from dapo.plan.activations import Activations
+from dapo.plan.actor import Activations
 from workers.training.forward.attention import PACKED_ATTENTION, Segments
 from workers.training.forward.recompute import checkpoint_activations
 

@@ -9,11 +9,10 @@ import pytest
 
 from dapo.config.compose import experiments
 from dapo.plan.actor import ActorMemory, adapter_parameters
-from dapo.plan.disk import on_disk
 from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.report import report
-from dapo.plan.step import Step
+from dapo.plan.step import Step, on_disk
 from dapo.plan.terms import size
 from dapo.replay.batches import BATCHES
 from dapo.state.journal import JOURNAL

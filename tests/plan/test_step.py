@@ -5,8 +5,7 @@ import pytest
 from dapo.derived import optimizer_steps
 from dapo.packing import pack
 from dapo.plan.engine import EngineMemory
-from dapo.plan.fit import changed
-from dapo.plan.hints import hints
+from dapo.plan.fit import changed, hints
 from dapo.plan.report import report
 from dapo.plan.step import Step, mean_tokens, response_lengths
 from tests.support.plan.plans import planned

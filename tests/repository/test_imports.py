@@ -30,7 +30,7 @@ ROLES = (
 )
 PARTS = tuple(f"workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
 TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
-ASKS = {("dapo.plan", package) for package in ("dapo.doctor", "dapo.doctor.checked")}  # a tool, and who may ask it
+ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and who may ask it
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
@@ -42,8 +42,8 @@ TENSORS = (
     "dapo.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",
-    "dapo.doctor.checked.allreduce",
-    "dapo.doctor.checked.software",
+    "dapo.doctor.network",
+    "dapo.doctor.software",
 )
 COMPUTE = {"ray", "vllm", "workers"}
 HEAVY = {"torch", "transformers", "datasets", *COMPUTE}

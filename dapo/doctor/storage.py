@@ -1,5 +1,5 @@
-"""Checks of the output directory: free space, write speed, and whether all nodes see the same one. No files are left
-behind."""
+"""Checks of the output directory (free space, write speed, whether all nodes see the same one), and of the files that
+every node reads: models, on disk or from the hub, and functions. No files are left behind."""
 
 import os
 import secrets
@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dapo.config.paths import output_path
-from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.config.facts.hub import unreachable
+from dapo.config.facts.model_files import offline_snapshot, weights_problems
+from dapo.config.facts.model_shape import cached_config
+from dapo.config.paths import not_on_hub, output_path
 from dapo.doctor.machines import Machines
-from dapo.doctor.subject import Subject
-from dapo.plan.disk import CHECKPOINTS, STORE, on_disk
+from dapo.doctor.subject import Finding, Question, Subject, fault, ok, sizes_of, warning
+from dapo.plan.step import CHECKPOINTS, STORE, on_disk
 from dapo.plan.terms import duration, size
 from dapo.state.checkpoint import LEFT
 
@@ -22,6 +24,7 @@ BLOCK_BYTES = 4 << 20
 BLOCKS = 16
 ENOUGH_S = 5.0  # limit of writing time, on a slow disk
 SEEN_S = 5.0  # time for another node to see a new file; NFS caches for 3 s or more
+SHARED = "copy it to the same path on every node, or put it on a file system that all nodes share"
 MISSING = "give a `trainer.output_dir` on a file system that all nodes share, and may write to"
 
 
@@ -99,7 +102,6 @@ def shared(subject: Subject, machines: Machines) -> Finding:
     try:
         with _scratch(directory) as folder:
             (folder / "token").write_text(token, encoding="utf-8")
-            folder.chmod(0o777)  # nodes may run as other users; whoever may write to the parent could anyway
             answers = {
                 name: machines.ask(name, _answer, str(folder), str(number))
                 for number, name in enumerate(machines.names)
@@ -161,3 +163,53 @@ def _scratch(directory: Path) -> Iterator[Path]:
                 path.rmdir()
             except OSError:  # in use by a run meanwhile, or never created
                 break
+
+
+def models(question: Question) -> Finding:
+    """Checks that each model is readable here and equals the driver's, which `preflight` reads."""
+    found = []
+    for key, path in question.models.items():
+        here = _directory(key, path, question.sizes[key]) if key in question.sizes else _hub(key, path)
+        if here.level != "ok":
+            return here
+        found.append(here.found)
+    return ok("; ".join(found))
+
+
+def _directory(key: str, path: str, expected: dict[str, int]) -> Finding:
+    folder = Path(path)
+    try:
+        here = sizes_of(folder)
+        for name in here:
+            with (folder / name).open("rb") as file:
+                file.read(1)
+    except OSError as error:
+        return fault(f"`{key}` ({path}) cannot be read: {error}", SHARED)
+    if others := sorted(name for name in expected | here if expected.get(name) != here.get(name)):
+        return fault(f"`{key}` ({path}) differs from the driver's in {', '.join(others[:4])}", SHARED)
+    weights = [here[name] for name in here if name.endswith(".safetensors")]
+    return ok(f"`{key}`: {len(weights)} files of {size(sum(weights))}")
+
+
+def _hub(key: str, name: str) -> Finding:
+    from huggingface_hub import constants
+
+    if (folder := offline_snapshot(name)) and (problems := weights_problems(folder)):
+        return fault(f"`{key}` ({name}): {problems[0]}", f"`hf download {name}` on this node, or unset HF_HUB_OFFLINE")
+    if cached_config(name):
+        return ok(f"`{key}` ({name}) is in the hub's cache")
+    error = unreachable(name, "model")
+    if error or constants.HF_HUB_OFFLINE:
+        return fault(*not_on_hub(key, name, error))
+    return ok(f"`{key}` ({name}) can be fetched from the hub")
+
+
+def functions(question: Question) -> Finding:
+    """Checks that files of functions are readable here."""
+    for key, path in question.files.items():
+        try:
+            with open(path, "rb") as file:
+                file.read(1)
+        except OSError as error:
+            return fault(f"`{key}` ({path}) cannot be read: {error}", SHARED)
+    return ok(f"{len(question.files)} files of functions can be read")

@@ -1,12 +1,14 @@
-"""Measures an all-reduce between ranks, as the actors will do it: gloo on CPUs, NCCL on GPUs.
+"""Checks of the network between nodes: what RDMA requires (libibverbs, device files, lockable memory), on every node,
+and an all-reduce between ranks as the actors do it, with gloo on CPUs and NCCL on GPUs.
 
-`python -m dapo.doctor.checked.allreduce JSON` runs one rank (JSON: the fields of `Ring`) and prints its `Measured` as
-JSON.
+`python -m dapo.doctor.network JSON` runs one rank (JSON: the fields of `Ring`) and prints its `Measured` as JSON.
 """
 
+import ctypes
 import json
 import os
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -16,18 +18,73 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from dapo.doctor.checked.network import rdma_devices
-from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.software import MAX_NAMED, seen_gpus
+from dapo.doctor.subject import Finding, Question, fault, ok, warning
 from dapo.interfaces import sockets_towards
 from dapo.plan.terms import size
 
+DEVICES, FILES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+VERBS = "libibverbs.so.1"  # the name that NCCL loads
+STATUS = Path("/proc/self/status")
+IPC_LOCK = 1 << 14  # capability bit; with it any amount may be locked
+MIN_LOCKED_BYTES = 4 << 30  # an estimate: NCCL registers buffers per connection
+NOT_WANTED = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
 START_S, LIMIT_S = 60.0, 90.0  # timeouts: process group setup; the whole check
 CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # with smaller tensors a large ring would measure latency
 ROUNDS = 3  # the first one warms up
 SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # shares of the bandwidth that the planner assumes
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "Socket"  # NCCL's name for TCP
-MAX_NAMED = 4
+
+
+def rdma_devices() -> list[str]:
+    """Returns this node's InfiniBand, RoCE and EFA devices; empty if NCCL is configured not to use them."""
+    if any(os.environ.get(name) == value for name, value in NOT_WANTED) or not DEVICES.is_dir():
+        return []
+    return sorted(each.name for each in DEVICES.iterdir())
+
+
+def rdma(question: Question) -> Finding:
+    """If something is missing, NCCL silently uses TCP: a fault if other nodes have GPUs too, else a warning."""
+    devices = rdma_devices()
+    if not devices:
+        return ok("no InfiniBand, RoCE or EFA device, or NCCL is told to do without")
+    gpus = len(seen_gpus()) if question.gpus else 0
+    if not gpus:
+        return ok("no GPU here that this run would use")
+    found = f"{len(devices)} RDMA devices ({devices[0]} ...)" if devices[1:] else f"RDMA device {devices[0]}"
+    apart = question.cluster_gpus > gpus
+    short = fault if apart else warning
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError as error:
+        return short(
+            f"{found}, and {VERBS} cannot be loaded ({error}): NCCL takes TCP between nodes",
+            "apt-get install libibverbs1 ibverbs-providers (dnf: libibverbs), or the image of docker/Dockerfile; "
+            "NCCL_IB_DISABLE=1 where TCP is meant",
+        )
+    if not FILES.is_dir():
+        missing = f"{found}, and no {FILES}"
+        if not apart:
+            return ok(f"{missing}: this container reaches no other node by it")
+        return fault(
+            f"{missing}: NCCL takes TCP between nodes",
+            f"give the container the devices (--device={FILES}, in Kubernetes the component launch/kubernetes/rdma)",
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked == resource.RLIM_INFINITY or _may_lock()
+    if not unlimited and locked < MIN_LOCKED_BYTES:
+        return short(
+            f"{found}, and {size(locked)} of memory may be locked (RLIMIT_MEMLOCK): NCCL cannot register its buffers",
+            "`ulimit -l unlimited` before Ray starts, --ulimit memlock=-1 of the container; in Kubernetes "
+            "LimitMEMLOCK=infinity for containerd on the nodes (IPC_LOCK has no effect for a user that is not root)",
+        )
+    return ok(f"{found}, {VERBS}, {'any amount' if unlimited else size(locked)} of memory may be locked")
+
+
+def _may_lock() -> bool:
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    return any(int(line.split()[1], 16) & IPC_LOCK for line in lines if line.startswith("CapEff:"))
 
 
 class Measured(NamedTuple):

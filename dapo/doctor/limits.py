@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dapo.doctor.finding import Finding, fault, ok, warning
-from dapo.doctor.question import Question
+from dapo.doctor.subject import Finding, Question, fault, ok, warning
 from dapo.plan.terms import size
 
 # Estimates. In each MIN/FEW pair, a GPU run fails below MIN. A CPU run, which may be small, gets a warning below MIN

@@ -1,1 +1,0 @@
-"""The checks, one subject per file; `dapo.doctor.checks` lists them all."""
