@@ -8,16 +8,16 @@ import json
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dapo.inspect.charts import CURVES, FATES, PATTERNS, ROLES
-from dapo.inspect.figures import Figures, Finding, figures
+from dapo.inspect.findings import AT_LIMIT, Figures, Finding, figures, findings
 from dapo.inspect.groups import browser
-from dapo.inspect.rules import findings
 from dapo.report.console import plain
+from dapo.sampling.fate import Fate
 from dapo.store.reader import PHASES, Reader
 
 COLUMNS = 400  # of a chart; with more steps, each is the mean of several
@@ -28,6 +28,122 @@ SCRIPTS = ("draw.js", "charts.js", "groups.js", "main.js")  # in this order
 
 Row = Mapping[str, Any]
 Series = Mapping[int, float]  # by step
+
+
+class Curve(NamedTuple):
+    """A line chart. metrics: (name or pattern, label; for a pattern "": the part after "/"). note: for the reader.
+    top: of the axis, if known. without: patterns of metrics that are left out."""
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...]
+    note: str = ""
+    top: float | None = None
+    without: tuple[str, ...] = ()
+
+    def lines(self, names: Collection[str]) -> list[tuple[str, str]]:
+        return [
+            (name, label or name.partition("/")[2])
+            for pattern, label in self.metrics
+            for name in sorted(names)
+            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, one) for one in self.without)
+        ]
+
+
+CURVES = (
+    Curve(
+        "Accuracy",
+        "share",
+        (("rollout/accuracy", "drawn groups"),),
+        "of every answer that a step used up, trained on or dropped",
+        top=1.0,
+    ),
+    Curve(
+        "Reward",
+        "",
+        (("rollout/reward_mean", "drawn groups"), ("batch/reward_mean", "trained on")),
+        "penalties included",
+    ),
+    Curve(
+        "Reward by function",
+        "",
+        (("reward/*", ""),),
+        "means over the answers that have one",
+        without=("reward/failed_*",),
+    ),
+    Curve("Answers without a verdict", "share", (("reward/failed_*", ""),), "by reason", without=AT_LIMIT),
+    Curve(
+        "Answers that are wrong for a limit",
+        "share",
+        tuple((name, name.rpartition("_")[2]) for name in AT_LIMIT),
+        "which their scoring ran into",
+    ),
+    Curve(
+        "Response length",
+        "tokens",
+        (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest")),
+    ),
+    Curve(
+        "Truncated answers",
+        "share",
+        (("rollout/truncated", "at the cap"), ("batch/filtered", "left out of the loss")),
+    ),
+    Curve("Entropy", "nats", (("actor/entropy", "policy"),), "mean over the tokens trained on"),
+    Curve(
+        "KL divergence",
+        "nats",
+        (("actor/approx_kl", "to the policy before"), ("actor/ref_kl", "to the reference")),
+    ),
+    Curve(
+        "Importance ratio",
+        "",
+        (("actor/ratio_mean", "mean"), ("actor/ratio_max", "greatest")),
+        "new over old probability of a token",
+    ),
+    Curve(
+        "Clipped tokens",
+        "share",
+        (
+            ("actor/clip_fraction_low", "lower bound"),
+            ("actor/clip_fraction_high", "upper bound"),
+            ("actor/dual_clip_fraction", "dual clip"),
+        ),
+    ),
+    Curve("Gradient norm", "", (("actor/grad_norm", "before clipping"),)),
+    Curve("Learning rate", "", (("actor/lr", "last optimizer step"),)),
+    Curve(
+        "Actors against engines",
+        "nats",
+        (("parity/mean_abs_logprob_diff", "mean |difference of log-probabilities|"),),
+        "far below `weight_sync.max_mean_logprob_diff` when all is well",
+    ),
+    Curve(
+        "Staleness",
+        "updates",
+        (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest")),
+        "age of a token when it is trained on",
+    ),
+    Curve(
+        "Tokens per second",
+        "tokens/s",
+        (("perf/generation_tokens_per_s", "generation"), ("perf/update_tokens_per_s", "update")),
+    ),
+    Curve(
+        "Goodput",
+        "share",
+        (("perf/goodput", "of the step"), ("ledger/goodput", "of the run")),
+        "tokens trained on, of those generated",
+        top=1.0,
+    ),
+)
+PATTERNS = (*[name for curve in CURVES for name, _ in curve.metrics], "perf/*_s")
+ROLES = {  # the phases in which each has work
+    "engines": ("generation",),
+    "reward workers": ("reward",),
+    "actors": ("reference", "update"),
+    "weights travel": ("sync",),
+    "driver alone": ("driver",),
+}
 
 
 class Columns:
@@ -110,7 +226,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         "evaluations": _evaluations(metrics),
         "fates": _stack(
             columns,
-            {label: {row["step"]: (row[name] or 0) / row["drawn"] for row in ended} for name, label in FATES.items()},
+            {fate.words: {row["step"]: (row[fate] or 0) / row["drawn"] for row in ended} for fate in Fate},
         ),
         "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
         "wall": columns.means(metrics.get("perf/step_s", {})),
