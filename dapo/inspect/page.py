@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from dapo.inspect.findings import AT_LIMIT, Figures, Finding, figures, findings
 from dapo.inspect.groups import browser
 from dapo.report.console import plain
+from dapo.report.table import duration, short
 from dapo.sampling.fate import Fate
 from dapo.store.reader import PHASES, Reader
 
@@ -137,13 +138,6 @@ CURVES = (
     ),
 )
 PATTERNS = (*[name for curve in CURVES for name, _ in curve.metrics], "perf/*_s")
-ROLES = {  # the phases in which each has work
-    "engines": ("generation",),
-    "reward workers": ("reward",),
-    "actors": ("reference", "update"),
-    "weights travel": ("sync",),
-    "driver alone": ("driver",),
-}
 
 
 class Columns:
@@ -230,7 +224,6 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         ),
         "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
         "wall": columns.means(metrics.get("perf/step_s", {})),
-        "busy": _busy(columns, metrics),
         "lengths": _lengths(store, columns, rows),
         "pass_rates": {"bins": RATE_BINS, "counts": columns.counts(store.pass_rates(RATE_BINS), RATE_BINS + 2)},
         "groups": browser(store, steps, [draw for look in looks for draw in look.draws]),
@@ -251,11 +244,11 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
         if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
             shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
-        median = f"median step {_duration(statistics.median(seconds))}, slowest {_duration(max(seconds))}"
-        shown.append(["time in steps", _duration(sum(seconds)), median])
+        median = f"median step {duration(statistics.median(seconds))}, slowest {duration(max(seconds))}"
+        shown.append(["time in steps", duration(sum(seconds)), median])
     tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
-    shown.append(["tokens generated", f"{_count(tokens + lost)}", f"{share:.0%} trained on"])
+    shown.append(["tokens generated", short(tokens + lost), f"{share:.0%} trained on"])
     kinds = Counter(row["kind"] for row in store.events(10**6))
     shown.append(["starts", str(len(starts)), f"warnings {kinds['warning']}, checkpoints {kinds['save']}"])
     return {
@@ -303,16 +296,6 @@ def _stack(columns: Columns, series: Mapping[str, Series]) -> list[dict[str, Any
     return [line for line in lines if any(line["values"])]
 
 
-def _busy(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    walls = metrics.get("perf/step_s", {})
-    found = {}
-    for role, phases in ROLES.items():
-        parts = [metrics.get(f"perf/{phase}_s", {}) for phase in phases]
-        sums = {step: sum(part.get(step, 0.0) for part in parts) for step in walls}
-        found[role] = {step: min(1.0, value / walls[step]) for step, value in sums.items() if walls[step]}
-    return _stack(columns, found)
-
-
 def _lengths(store: Reader, columns: Columns, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the histograms of the lengths. width: tokens of a bin. every: one draw in so many is counted."""
     width = max(1, -(-(max(row["longest"] or 0 for row in rows) + 1) // LENGTH_BINS))
@@ -332,17 +315,3 @@ def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
