@@ -244,7 +244,7 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
         if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
             shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
-        median = f"median step {duration(statistics.median(seconds))}, slowest {duration(max(seconds))}"
+        median = f"median step {statistics.median(seconds):.3g} s, slowest {max(seconds):.3g} s"
         shown.append(["time in steps", duration(sum(seconds)), median])
     tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
