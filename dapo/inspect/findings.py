@@ -37,9 +37,9 @@ IDLE = 0.3  # share of a step
 def why(group: Row) -> str:
     """Returns what became of a group, with the figures that explain it."""
     n, scorable = group["responses"], group["scorable"]
-    if group["fate"] not in set(Fate):
+    fate = next((fate for fate in Fate if fate == group["fate"]), None)
+    if fate is None:
         return str(group["fate"])
-    fate = Fate(group["fate"])
     without = f" of {n}" if scorable == n else f" of {scorable} that could be scored"
     right = "" if group["accuracy"] is None else f"{group['accuracy'] * scorable:.4g} right{without}"
     detail = fate.detail.format(right=right, missing=n - scorable, truncated=group["truncated"], responses=n)
