@@ -35,8 +35,10 @@ def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], l
     return steps, [found[step] for step in steps]
 
 
-def pyplot() -> Any:
-    """Returns matplotlib's pyplot, set up to write files. Raises ValueError when matplotlib is missing."""
+def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
+    """Draws `runs`, the records of each by label, to `out`. against: of `AXES`; one column each if there are several.
+    Runs that differ in their seeds only share a colour. Raises ValueError when matplotlib is missing or `out` cannot be
+    written."""
     try:
         import matplotlib
     except ImportError as error:
@@ -45,59 +47,37 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    return plt
-
-
-def frame(axis: Any, title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-
-
-def legend(figure: Any, labels: Sequence[str], columns: int) -> None:
-    lines = [pyplot().Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(labels))]
-    figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
-
-
-def write(figure: Any, out: Path, remedy: str) -> None:
-    """Writes a figure and closes it. Raises ValueError with the remedy when `out` cannot be written."""
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{out} cannot be written ({error}); {remedy}") from error
-    finally:
-        pyplot().close(figure)
-
-
-def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
-    """Draws `runs`, the records of each by label, to `out`. against: of `AXES`; one column each if there are several.
-    Runs that differ in their seeds only share a colour. Raises ValueError when matplotlib is missing or `out` cannot be
-    written."""
-    plt = pyplot()
     rows, columns = (2, 2) if len(against) == 1 else (len(PANELS), len(against))
     size = (9.0, 5.6) if len(against) == 1 else (4.2 * columns, 2.5 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained")
     kinds = kinds_of(list(runs))
-    shown = list(dict.fromkeys(kinds))
+    colours = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(dict.fromkeys(kinds))}
     width = 1.6 if len(runs) == 1 else 1.2  # overlaid runs need thinner lines
     cells = [(panel, each) for panel in PANELS for each in against]
     for axis, ((name, metric, points), each) in zip(axes.flat, cells, strict=True):
         for kind, records in zip(kinds, runs.values(), strict=True):
             at = positions(records, each)
             known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
-            colour = COLOURS[shown.index(kind) % len(COLOURS)]
             # Held-out points are joined by a line to be easier to follow.
             look: dict[str, Any] = {"marker": "o", "markersize": 4.5} if points else {}
-            axis.plot([x for x, _ in known], [y for _, y in known], color=colour, linewidth=width, **look)
-        frame(axis, name)
+            axis.plot([x for x, _ in known], [y for _, y in known], color=colours[kind], linewidth=width, **look)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
         _limits(axis, metric, each)
     for number, axis in enumerate(axes[-1]):
         axis.set_xlabel(AXES[against[number % len(against)]])
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if len(runs) > 1:
-        legend(figure, shown, min(4, len(shown)))
-    write(figure, out, "give a .png in an existing folder")
+        lines = [plt.Line2D([], [], color=colour, linewidth=2) for colour in colours.values()]
+        figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)), frameon=False)
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{out} cannot be written ({error}); give a .png in an existing folder") from error
+    finally:
+        plt.close(figure)
 
 
 def kinds_of(labels: Sequence[str]) -> list[str]:

@@ -7,28 +7,29 @@ while engines are awake and asleep, and its range over the cycles.
 """
 
 import argparse
-import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dapo.bench.device import random_weights
-from dapo.bench.setting import bench_config, cluster, random_batch
-from dapo.bench.step import Recording
-from dapo.bench.update import LEARNT_NOTHING, VOCABULARY
+from dapo.bench.setting import (
+    LEARNT_NOTHING,
+    TIMEOUT_S,
+    VOCABULARY,
+    Recording,
+    cluster,
+    of_models,
+    one_device_config,
+    random_batch,
+)
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.derived import device_of
 from dapo.fleet import STOP_GRACE_S
-from dapo.report.table import table
-from dapo.tiny.tokenizer import make_tokenizer
 from workers.actor import ActorPool
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
@@ -43,7 +44,6 @@ NAMES = (
     *("free awake GiB", "free asleep GiB", "its range", "largest difference"),
 )
 WARM_UP = 1  # cycles: the first one connects both ends
-TIMEOUT_S = 60.0
 
 Row = dict[str, float]
 
@@ -67,15 +67,13 @@ class TimedEngines(Recording):
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
     """Returns the configuration of one time-shared rank and engine. Raises ValueError for overrides that do not fit."""
-    tokens = given.tokens or 64
-    return bench_config(
-        *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
-        *("trainer.colocate=time", f"trainer.device={given.device}", "actor.num_workers=1", *LEARNT_NOTHING),
-        *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", "rollout.temperature=1.0"),
+    return one_device_config(
+        given,
+        path,
+        *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", *LEARNT_NOTHING),
         f"weight_sync.bucket_bytes={given.bucket_mib << 20}",
         "rollout.vllm={max_num_seqs: 64, gpu_memory_utilization: 0.5}",
-        f"actor.max_tokens_per_gpu={max(tokens, 4096)}",
-        *given.overrides,
+        f"actor.max_tokens_per_gpu={max(given.tokens, 4096)}",
     )
 
 
@@ -169,28 +167,11 @@ def report(model: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def needs_device(device: str) -> None:
-    """Raises ValueError if this machine does not have the device of `--device`."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
-
-
-def random_model(name: str, folder: Path) -> str:
-    path = random_weights(name, folder)
-    make_tokenizer(read_shape(name).vocab_size).save_pretrained(path)
-    return str(path)
-
-
 def run(given: argparse.Namespace) -> None:
-    needs_device(given.device)
-    rows = []
-    try:
-        for model in given.models:
-            print(model, flush=True)
-            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                cfg = to_config(given, random_model(model, Path(folder) / "model"))
-                cycles = asyncio.run(measure(cfg, given.cycles, given.tokens))
-            rows.append(report(model, cycles))
-    finally:  # print the finished rows even if a larger model fails
-        print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")
-        print(table(NAMES, rows))
+    title = f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens"
+    of_models(given, to_config, lambda cfg, model: rows_of(cfg, model, given), NAMES, title)
+
+
+async def rows_of(cfg: Config, model: str, given: argparse.Namespace) -> list[list[str]]:
+    print(model, flush=True)
+    return [report(model, await measure(cfg, given.cycles, given.tokens))]

@@ -21,20 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import save_torch_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.bench.setting import bench_config, random_batch
-from dapo.bench.update import LEARNT_NOTHING
-from dapo.config.facts.model_shape import read_config, read_shape
+from dapo.bench.setting import LEARNT_NOTHING, bench_config, needs_device, random_batch, random_weights
+from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.types import TrainBatch
 from workers.actor import ActorWorker, split_batch
 
-INIT_STD = 0.02
 WARM_UP = 1
 CASE_TIMEOUT_S = 900
-POOL = 1 << 24  # random numbers that all weights are cut from
 
 
 def run_case(given: argparse.Namespace, cfg: Config, model: str, tokens: int, folder: str) -> dict[str, Any]:
@@ -97,28 +92,8 @@ def peak_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def random_weights(model: str, folder: Path) -> Path:
-    """Writes config.json and bfloat16 safetensors of a model of this shape; returns the folder. Matrices are normal
-    with standard deviation 0.02, norms 1, biases 0."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(read_config(model)), encoding="utf-8")
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).mul_(INIT_STD).to(torch.bfloat16)
-    tensors = {}
-    for offset, (name, parameter) in enumerate(empty.named_parameters()):
-        if parameter.dim() == 1:
-            tensors[name] = torch.full(parameter.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
-        else:  # each from another place in the pool, so that no two matrices are equal
-            drawn = pool.roll(offset).repeat(-(-parameter.numel() // POOL))[: parameter.numel()]
-            tensors[name] = drawn.reshape(parameter.shape).clone()
-    save_torch_state_dict(tensors, folder)
-    return folder
-
-
 def run(given: argparse.Namespace) -> None:
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
+    needs_device(given.device)
     dtype = "bfloat16" if given.device == "cuda" else "float32"
     fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
     fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): gradients unsharded

@@ -4,21 +4,16 @@ tokens. The weights are random; with a real vocabulary hardly any response ends 
 second, and CPU time per token of both processes."""
 
 import argparse
-import asyncio
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from dapo.bench.cycle import TIMEOUT_S, needs_device, random_model
-from dapo.bench.setting import bench_config, cluster, engine
+from dapo.bench.setting import TIMEOUT_S, cluster, engine, of_models, one_device_config
 from dapo.config.schema import Config
-from dapo.report.table import table
 from dapo.sampling.stream import sampling_of
 from workers.remote import wait
 from workers.rollout import RolloutPool
@@ -29,12 +24,11 @@ PROMPT = np.arange(1, 9, dtype=np.int32)
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
     """Returns the configuration of one engine. Raises ValueError for overrides that do not fit."""
-    return bench_config(
-        *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
-        *(f"trainer.device={given.device}", "rollout.temperature=1.0", f"data.max_response_length={given.tokens}"),
-        *("reward.overlong_buffer.enable=false", "actor.num_workers=1", "trainer.colocate=time"),  # no GPU for ranks
+    return one_device_config(
+        given,
+        path,
+        *(f"data.max_response_length={given.tokens}", "reward.overlong_buffer.enable=false"),
         f"rollout.vllm={{max_num_seqs: {max(given.requests)}, gpu_memory_utilization: 0.5}}",
-        *given.overrides,
     )
 
 
@@ -80,13 +74,5 @@ def _row(seconds: float, tokens: int, actor: float, engines: float) -> Sequence[
 
 
 def run(given: argparse.Namespace) -> None:
-    needs_device(given.device)
-    rows: list[list[str]] = []
-    try:
-        for model in given.models:
-            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                cfg = to_config(given, random_model(model, Path(folder) / "model"))
-                rows += asyncio.run(measure(cfg, model, given))
-    finally:  # print the finished rows even if a larger model fails
-        print(f"quickest of {given.rounds} rounds; responses of at most {given.tokens} tokens")
-        print(table(NAMES, rows))
+    title = f"quickest of {given.rounds} rounds; responses of at most {given.tokens} tokens"
+    of_models(given, to_config, lambda cfg, model: measure(cfg, model, given), NAMES, title)

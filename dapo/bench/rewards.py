@@ -70,27 +70,24 @@ async def drain(children: Children, items: Iterator[Item], seconds: list[float],
         right.append(verdict.score.accuracy)
 
 
-async def measure(
-    function: str, num_children: int, items: list[Item], what: str, *, warm_up: int, at_once: int
-) -> tuple[dict[str, float], list[float]]:
-    """Returns figures by column name, and the accuracy of each item. what: plural name of the items. warm_up: items
-    that do not count. at_once: items in flight per child. All items are scored at full load, then a tenth of them one
-    at a time per child, which gives the latency. Raises RuntimeError if an item is not scored."""
+async def measure(given: argparse.Namespace, items: list[Item]) -> tuple[dict[str, float], list[float]]:
+    """Returns figures by column name, and the accuracy of each item. All items are scored at full load, then a tenth of
+    them one at a time per child, which gives the latency. Raises RuntimeError if an item is not scored."""
     seconds: list[float] = []
     right: list[float] = []
-    async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
-        await drain(children, iter(items[:warm_up]), [], [])
+    async with Children([RewardFunctionConfig(path=given.function)], LimitsConfig(), given.children) as children:
+        await drain(children, iter(items[:WARM_UP]), [], [])
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         cpu_s, began = cpu_seconds(processes), time.perf_counter()
         queue = iter(items)
-        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(at_once * num_children)))
+        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(AT_ONCE * given.children)))
         wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(processes) - cpu_s
         queue = iter(items[: len(items) // 10])
-        await asyncio.gather(*(drain(children, queue, seconds, []) for _ in range(num_children)))
+        await asyncio.gather(*(drain(children, queue, seconds, []) for _ in range(given.children)))
     return {
-        f"{what}/s": len(items) / wall_s,
+        "verdicts/s": len(items) / wall_s,
         "cores used": cpu_s / wall_s,
-        f"{what}/s per core": len(items) / cpu_s,
+        "verdicts/s per core": len(items) / cpu_s,
         "p50 ms": 1e3 * statistics.median(seconds),
         "p99 ms": 1e3 * statistics.quantiles(seconds, n=100)[98],
     }, right
@@ -110,8 +107,7 @@ def run(given: argparse.Namespace) -> None:
             f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"
         )
     items = ordinary_answers(given.responses, given.function)
-    scored = measure(given.function, given.children, items, "verdicts", warm_up=WARM_UP, at_once=AT_ONCE)
-    figures, right = asyncio.run(scored)
+    figures, right = asyncio.run(measure(given, items))
     figures["bare calls/s"] = bare(given.function, items)
     figures["bare / isolated"] = figures["bare calls/s"] / figures["verdicts/s per core"]
     cells = [f"{value:.0f}" if "/s" in name else f"{value:.2f}" for name, value in figures.items()]

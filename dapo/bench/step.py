@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import ray
 
-from dapo.bench.hand_loop import BareRank
-from dapo.bench.setting import run_config, trainer, workers
+from dapo.bench.setting import Recording, run_config, trainer, workers
 from dapo.bench.shapes import LENGTHS
+from dapo.bench.update import BareRank
 from dapo.config.schema import Config
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
@@ -33,16 +33,6 @@ SECONDS = ("step", "generation", "reward", "update", "sync", "driver", "engine a
 SPEEDS = {"generation_tokens_per_s": "generation tokens/s", "update_tokens_per_s": "update response tokens/s"}
 
 Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, sampling, seeds
-
-
-class Recording:
-    """Wraps a pool and forwards every attribute that the subclass does not override."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
 
 
 class RecordingRollouts(Recording):

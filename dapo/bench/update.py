@@ -1,4 +1,6 @@
-"""Measures updates by FSDP ranks on CPU against a hand-written loop (`hand_loop.py`), on the same tokens."""
+"""Measures updates by FSDP ranks on CPU against a loop written by hand in plain torch and transformers, on the same
+packed micro-batches. The baselines use no FSDP, gradient exchange, metrics or guards: each process has its own copy of
+the model."""
 
 import argparse
 import asyncio
@@ -12,25 +14,106 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dapo.bench.hand_loop import HandWrittenRank, seconds_of
-from dapo.bench.setting import bench_config, cluster, random_batch
+from dapo.bench.setting import LEARNT_NOTHING, VOCABULARY, bench_config, cluster, random_batch
 from dapo.config.schema import Config
+from dapo.derived import shares_prompts
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
-from dapo.types import TrainBatch
-from workers.actor import ActorPool, split_batch
+from dapo.types import TrainBatch, TrainSequence
+from workers.actor import ActorPool, ActorWorker, RankWork, split_batch
 from workers.placement import Placement
 from workers.remote import wait
+from workers.training.forward.attention import implementation
+from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand
-VOCABULARY = 100  # tokens that are drawn from, as few as the tiny models have
 WARM_UP = 2  # rounds: the first ones fill allocators and caches
-LEARNT_NOTHING = ("actor.optim.lr=1e-12", "weight_sync.max_mean_logprob_diff=1e9")  # tokens are drawn at random
 SIZES = {
     "short": (),  # 16 groups of 16
     "long": ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", "data.max_response_length=2048"),
 }
+
+
+def load_model(cfg: Config) -> PreTrainedModel:
+    torch.set_num_threads(cfg.actor.cpu_threads)
+    kind = implementation(cfg.model.attn_implementation)
+    return AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation=kind)
+
+
+class BareRank:
+    """Forward and backward through the trainer's own log-probabilities."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._shared = shares_prompts(cfg)
+        self._policy = PackedPolicy(load_model(cfg), cfg.rollout.temperature).train()
+
+    def run(self, work: RankWork) -> float:
+        began = time.perf_counter()
+        for k in work.order:
+            for sequences in work.minibatches[k]:
+                batch = collate(sequences, torch.device("cpu"), share_prompts=self._shared)
+                logprobs, _ = self._policy(batch)
+                (-batch.weights * batch.advantages * logprobs).sum().backward()
+        self._policy.zero_grad()
+        return time.perf_counter() - began
+
+
+class HandWrittenRank:
+    """A whole update as one would write it for one process: full logits, plain autograd, no shared prompts."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._cfg = cfg
+        self._model = load_model(cfg)
+        optim = cfg.actor.optim
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+
+    def run(self, work: RankWork) -> float:
+        began = time.perf_counter()
+        for k in work.order:
+            self._step(work.minibatches[k])
+        return time.perf_counter() - began
+
+    def _step(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> None:
+        for sequences in micro_batches:
+            batch = collate(sequences, torch.device("cpu"), share_prompts=False)
+            logprobs = self._logprobs(batch)
+            ratio = torch.exp(logprobs - logprobs.detach())
+            bounds = 1 - self._cfg.algorithm.clip_ratio_low, 1 + self._cfg.algorithm.clip_ratio_high
+            gain = torch.minimum(ratio * batch.advantages, ratio.clamp(*bounds) * batch.advantages)
+            (-batch.weights * gain).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._cfg.actor.optim.grad_clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        hidden = self._model.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            segments=batch.segments,
+        ).last_hidden_state[0, batch.predictors]
+        logits = self._model.lm_head(hidden).float() / self._cfg.rollout.temperature
+        return logits.log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+
+
+def seconds_of(worker: ActorWorker, work: RankWork) -> float:
+    """Runs on an actor rank: returns the seconds of one update within its process, at its current version."""
+    work = replace(work, version=worker._standing.version)
+    began = time.perf_counter()
+    worker.update(work)
+    return time.perf_counter() - began
 
 
 def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[int]:

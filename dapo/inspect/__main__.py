@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.inspect import page, rules
-from dapo.inspect.figures import MIN_STEPS, figures
-from dapo.inspect.findings import agreements, why, why_slow
+from dapo.inspect import findings as rules
+from dapo.inspect import page
+from dapo.inspect.findings import MIN_STEPS, agreements, figures, why, why_slow
 from dapo.inspect.show import around, beginning, block, cell, ending, table
 from dapo.report.console import warn
+from dapo.sampling.fate import DROPPED
 from dapo.store.reader import WHERE, Reader
 from dapo.store.schema import DATABASE
 
@@ -74,7 +75,7 @@ def steps(store: Reader, given: argparse.Namespace) -> None:
     every = store.steps()
     numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
     newest = every[max(0, len(every) - given.last) :]
-    rest = ("all_correct", "all_wrong", "unscorable", "overlong", "accuracy", "length", "truncated")
+    rest = (*DROPPED, "accuracy", "length", "truncated")
     if not given.slowest:
         rows = [[row[name] for name in (*numbers, *rest)] for row in newest]
         table(f"{len(every)} steps{_which(every, len(newest))}", (*numbers, *rest), rows, numbers=14)
@@ -209,13 +210,7 @@ def findings(store: Reader, given: argparse.Namespace) -> None:
 
 def events(store: Reader, given: argparse.Namespace) -> None:
     rows = [
-        [
-            row["run"],
-            row["step"],
-            time.strftime(CLOCK, time.localtime(row["at"])),
-            row["kind"],
-            row["message"],
-        ]
+        [row["run"], row["step"], time.strftime(CLOCK, time.localtime(row["at"])), row["kind"], row["message"]]
         for row in store.events(given.last)
     ]
     table("events", ("start", "step", "at", "kind", "message"), rows, numbers=2)

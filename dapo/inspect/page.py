@@ -8,16 +8,17 @@ import json
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dapo.inspect.charts import CURVES, FATES, PATTERNS, ROLES
-from dapo.inspect.figures import Figures, Finding, figures
+from dapo.inspect.findings import AT_LIMIT, Figures, Finding, figures, findings
 from dapo.inspect.groups import browser
-from dapo.inspect.rules import findings
 from dapo.report.console import plain
+from dapo.report.table import duration, short
+from dapo.sampling.fate import Fate
 from dapo.store.reader import PHASES, Reader
 
 COLUMNS = 400  # of a chart; with more steps, each is the mean of several
@@ -28,6 +29,115 @@ SCRIPTS = ("draw.js", "charts.js", "groups.js", "main.js")  # in this order
 
 Row = Mapping[str, Any]
 Series = Mapping[int, float]  # by step
+
+
+class Curve(NamedTuple):
+    """A line chart. metrics: (name or pattern, label; for a pattern "": the part after "/"). note: for the reader.
+    top: of the axis, if known. without: patterns of metrics that are left out."""
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...]
+    note: str = ""
+    top: float | None = None
+    without: tuple[str, ...] = ()
+
+    def lines(self, names: Collection[str]) -> list[tuple[str, str]]:
+        return [
+            (name, label or name.partition("/")[2])
+            for pattern, label in self.metrics
+            for name in sorted(names)
+            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, one) for one in self.without)
+        ]
+
+
+CURVES = (
+    Curve(
+        "Accuracy",
+        "share",
+        (("rollout/accuracy", "drawn groups"),),
+        "of every answer that a step used up, trained on or dropped",
+        top=1.0,
+    ),
+    Curve(
+        "Reward",
+        "",
+        (("rollout/reward_mean", "drawn groups"), ("batch/reward_mean", "trained on")),
+        "penalties included",
+    ),
+    Curve(
+        "Reward by function",
+        "",
+        (("reward/*", ""),),
+        "means over the answers that have one",
+        without=("reward/failed_*",),
+    ),
+    Curve("Answers without a verdict", "share", (("reward/failed_*", ""),), "by reason", without=AT_LIMIT),
+    Curve(
+        "Answers that are wrong for a limit",
+        "share",
+        tuple((name, name.rpartition("_")[2]) for name in AT_LIMIT),
+        "which their scoring ran into",
+    ),
+    Curve(
+        "Response length",
+        "tokens",
+        (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest")),
+    ),
+    Curve(
+        "Truncated answers",
+        "share",
+        (("rollout/truncated", "at the cap"), ("batch/filtered", "left out of the loss")),
+    ),
+    Curve("Entropy", "nats", (("actor/entropy", "policy"),), "mean over the tokens trained on"),
+    Curve(
+        "KL divergence",
+        "nats",
+        (("actor/approx_kl", "to the policy before"), ("actor/ref_kl", "to the reference")),
+    ),
+    Curve(
+        "Importance ratio",
+        "",
+        (("actor/ratio_mean", "mean"), ("actor/ratio_max", "greatest")),
+        "new over old probability of a token",
+    ),
+    Curve(
+        "Clipped tokens",
+        "share",
+        (
+            ("actor/clip_fraction_low", "lower bound"),
+            ("actor/clip_fraction_high", "upper bound"),
+            ("actor/dual_clip_fraction", "dual clip"),
+        ),
+    ),
+    Curve("Gradient norm", "", (("actor/grad_norm", "before clipping"),)),
+    Curve("Learning rate", "", (("actor/lr", "last optimizer step"),)),
+    Curve(
+        "Actors against engines",
+        "nats",
+        (("parity/mean_abs_logprob_diff", "mean |difference of log-probabilities|"),),
+        "far below `weight_sync.max_mean_logprob_diff` when all is well",
+    ),
+    Curve(
+        "Staleness",
+        "updates",
+        (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest")),
+        "age of a token when it is trained on",
+    ),
+    Curve(
+        "Tokens per second",
+        "tokens/s",
+        (("perf/generation_tokens_per_s", "generation"), ("perf/update_tokens_per_s", "update")),
+    ),
+    Curve(
+        "Goodput",
+        "share",
+        (("perf/goodput", "of the step"), ("ledger/goodput", "of the run")),
+        "tokens trained on, of those generated",
+        top=1.0,
+    ),
+)
+PATTERNS = (*[name for curve in CURVES for name, _ in curve.metrics], "perf/*_s")
 
 
 class Columns:
@@ -110,11 +220,10 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         "evaluations": _evaluations(metrics),
         "fates": _stack(
             columns,
-            {label: {row["step"]: (row[name] or 0) / row["drawn"] for row in ended} for name, label in FATES.items()},
+            {fate.words: {row["step"]: (row[fate] or 0) / row["drawn"] for row in ended} for fate in Fate},
         ),
         "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
         "wall": columns.means(metrics.get("perf/step_s", {})),
-        "busy": _busy(columns, metrics),
         "lengths": _lengths(store, columns, rows),
         "pass_rates": {"bins": RATE_BINS, "counts": columns.counts(store.pass_rates(RATE_BINS), RATE_BINS + 2)},
         "groups": browser(store, steps, [draw for look in looks for draw in look.draws]),
@@ -135,11 +244,11 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
         if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
             shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
-        median = f"median step {_duration(statistics.median(seconds))}, slowest {_duration(max(seconds))}"
-        shown.append(["time in steps", _duration(sum(seconds)), median])
+        median = f"median step {statistics.median(seconds):.3g} s, slowest {max(seconds):.3g} s"
+        shown.append(["time in steps", duration(sum(seconds)), median])
     tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
-    shown.append(["tokens generated", f"{_count(tokens + lost)}", f"{share:.0%} trained on"])
+    shown.append(["tokens generated", short(tokens + lost), f"{share:.0%} trained on"])
     kinds = Counter(row["kind"] for row in store.events(10**6))
     shown.append(["starts", str(len(starts)), f"warnings {kinds['warning']}, checkpoints {kinds['save']}"])
     return {
@@ -187,16 +296,6 @@ def _stack(columns: Columns, series: Mapping[str, Series]) -> list[dict[str, Any
     return [line for line in lines if any(line["values"])]
 
 
-def _busy(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    walls = metrics.get("perf/step_s", {})
-    found = {}
-    for role, phases in ROLES.items():
-        parts = [metrics.get(f"perf/{phase}_s", {}) for phase in phases]
-        sums = {step: sum(part.get(step, 0.0) for part in parts) for step in walls}
-        found[role] = {step: min(1.0, value / walls[step]) for step, value in sums.items() if walls[step]}
-    return _stack(columns, found)
-
-
 def _lengths(store: Reader, columns: Columns, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the histograms of the lengths. width: tokens of a bin. every: one draw in so many is counted."""
     width = max(1, -(-(max(row["longest"] or 0 for row in rows) + 1) // LENGTH_BINS))
@@ -216,17 +315,3 @@ def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from dapo.report.console import warn
 from dapo.report.sinks.sink import Guarded, Sink
+from dapo.report.table import duration, short
 from dapo.report.watchdog import waiting
 from dapo.state.durable import write_text
 from dapo.store.samples import SampleStore
@@ -222,19 +223,3 @@ def _groups(metrics: Mapping[str, float]) -> str:
     # Unscorable groups are the exception: they are shown only if there are any.
     dropped = ", ".join(f"{count} {label}" for count, label in counts if count or label != "unscorable")
     return f"groups {int(metrics.get('buffer/mixed', 0))}/{int(metrics['buffer/drawn'])} mixed ({dropped})"
-
-
-def short(number: float) -> str:
-    """Formats a count: 850, 3.1k."""
-    return f"{number:.0f}" if number < 999.5 else f"{number / 1000:.1f}k"
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds: 45s, 12m, 3h05m, 2d04h."""
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    minutes = round(seconds / 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours == 0:
-        return f"{minutes}m"
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"

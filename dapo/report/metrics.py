@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo.report.log import MetricsLogger
 from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.outcome import MIXED, OUTCOMES
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
@@ -34,7 +34,7 @@ def step_metrics(
     counts = {
         "buffer/drawn": len(collected.drawn),
         "buffer/trained": len(collected.groups),
-        **{f"buffer/{name}": outcomes[name] for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)},
+        **{f"buffer/{name}": outcomes[name] for name in OUTCOMES},
         "buffer/length_ks": length_distance(collected.groups, collected.drawn),
         "buffer/trained_tokens": trained,
         "buffer/dropped_tokens": drawn - trained,

@@ -7,18 +7,21 @@ It reads the driver's own state in the watchdog's thread, and makes no remote ca
 watchdog.
 """
 
+import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo.report import console
-from dapo.report.live import live_line
-from dapo.report.log import SEPARATOR, duration, short
+from dapo.report.log import SEPARATOR
+from dapo.report.table import duration, short
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dapo.driver.session import Session
 
 GENERATING, SCORING = "generating", "scoring"
@@ -96,6 +99,42 @@ def line_of(moment: Moment, left: str = "") -> str:
         version, came, total = moment.evaluation
         parts.append(f"eval of step {version} {came}/{total} answers")
     return SEPARATOR.join(parts)
+
+
+@contextmanager
+def live_line(terminal: "Console | None" = None) -> Iterator[Callable[[str], None] | None]:
+    """Keeps one line at the bottom of a terminal, below everything that is printed, and erases it at the end. Yields a
+    function that replaces the line, callable from any thread; None without a terminal. terminal: for tests; None: the
+    one that standard output and standard error both must be."""
+    terminal = terminal or _terminal()
+    if terminal is None or not terminal.is_terminal or terminal.is_dumb_terminal:
+        yield None
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=terminal, transient=True, auto_refresh=False) as live:
+        # Truncated to the terminal's current width at each refresh: a line that wraps could not be erased.
+        yield lambda line: live.update(Text(line, no_wrap=True), refresh=True)
+
+
+def _terminal() -> "Console | None":
+    """Returns the terminal if both streams are one, else None: the order of lines would be lost."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return None
+    return terminal_console()
+
+
+def terminal_console(**options: Any) -> "Console":
+    """Returns a rich console that prints lines unchanged: no markup, wrapping or colours; it never hides the cursor, so
+    that a killed process leaves the terminal usable."""
+    from rich.console import Console
+
+    class _Plain(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    return _Plain(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
 
 class Progress:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dapo.report.console import say, warn
-from dapo.report.log import METRICS, duration
+from dapo.report.log import METRICS
+from dapo.report.table import duration
 from dapo.results.figures import RESTARTED, Accuracy, Difference, Point, Results, results
 from dapo.results.runs import read_run
 from dapo.state.durable import write_text

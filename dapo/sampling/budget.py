@@ -3,20 +3,14 @@
 import math
 from collections import Counter
 
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE
+from dapo.sampling.fate import DROPPED
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, OUTCOMES, UNSCORABLE
 from dapo.types import Group
 
 FAILED = "failed"  # unscorable because the responses failed
-REMEDIES = {
-    ALL_CORRECT: "the prompts are too easy for this policy: take harder ones",
-    ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
-    "responses by hand, take easier prompts or a stronger model",
-    UNSCORABLE: "the reward function gives no verdict on too many responses: see its warnings (a missing `return`?) "
-    "and at `filter_groups.min_scored`",
+REMEDIES: dict[str, str] = {fate: fate.remedy for fate in DROPPED} | {
     FAILED: "`rollout.function` fails for too many responses: the warnings say why; mend it, or give it more time "
     "(`rollout.function.timeout_s`)",
-    OVERLONG: "what tells right from wrong is truncated and out of the loss: raise `data.max_response_length`, or set "
-    "`reward.overlong_filtering.enable=false`",
 }
 BINS = 4  # of pass rates strictly between 0 and 1
 # Without `max_draws`, the search ends after this many generation batches and groups in a row without a usable one. With
@@ -87,8 +81,7 @@ class Budget:
 
     def _explain(self, *, usable: int, wanted: int) -> str:
         scored = max(1, self._outcomes.total())
-        names = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
-        shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in names)
+        shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in OUTCOMES)
         most = max(REMEDIES, key=lambda name: self._fates[name])
         barren = "" if self._max_draws else f" (none among the last {self._barren})"
         more = "raise `filter_groups.max_num_gen_batches`, " if self._max_draws else ""

@@ -16,7 +16,8 @@ from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.demand import Forecast, UsableRate
 from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classifier, classify
+from dapo.sampling.fate import Fate
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classifier, classify
 from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
@@ -181,7 +182,7 @@ class OversamplingBuffer:
         outcome = self._classify(group, self._min_scored)
         fate = TRAINED if outcome in self._usable else outcome
         if fate == TRAINED and not self._has_signal(group):
-            fate = OVERLONG
+            fate = Fate.OVERLONG
         self.draws.scored(group, outcome, fate)
         return outcome, fate
 

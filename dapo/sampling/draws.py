@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, OVERLONG, UNSCORABLE
+from dapo.sampling.fate import DROPPED, Fate
 from dapo.types import Group
 
 
@@ -25,8 +25,7 @@ class State(StrEnum):
     TO_RETRY = auto()  # returned to the stream
 
 
-TRAINED = "trained"
-DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE, OVERLONG)
+TRAINED = Fate.TRAINED
 SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
 STALE = "stale"  # too old for the next update
 REFUSED = "refused"  # by the actors, and set aside

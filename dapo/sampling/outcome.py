@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 from dapo.config.schema import Config
 from dapo.own.loading import OwnFunctionError, own_function
+from dapo.sampling.fate import Fate
 from dapo.types import Group
 
 MIXED = "mixed"
-ALL_CORRECT = "all_correct"
-ALL_WRONG = "all_wrong"
-UNSCORABLE = "unscorable"
-OVERLONG = "overlong"  # a mixed group that is dropped because overlong filtering leaves nothing to train on
+ALL_CORRECT, ALL_WRONG, UNSCORABLE = Fate.ALL_CORRECT, Fate.ALL_WRONG, Fate.UNSCORABLE
 OUTCOMES = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
 
 

@@ -11,13 +11,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from dapo.report.table import head, row
-from dapo.simulate import layouts
-from dapo.simulate.books import Scenario, Simulation, later
+from dapo.sampling.lending import Lending
 from dapo.simulate.fleet import LEAST_RATE, Workload
-from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
+from dapo.simulate.strategies import (
+    Scenario,
+    Simulation,
+    barrier,
+    first_finished,
+    later,
+    refill,
+    refill_in_rounds,
+    streaming,
+)
 
 STRATEGIES: dict[str, Callable[[Scenario], Simulation]] = {
     "staleness-0": streaming,
@@ -32,38 +39,16 @@ COLUMNS = (
     *("strategy", "mixed rate", "slots", "batch full after s", "step s", "step of staleness 0", "engines idle"),
     *("wasted", "goodput", "staleness", "batch of oracle", "first batch of oracle"),
 )
-
-
-def strategy_cells(
-    name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float
-) -> list[str]:
-    """Returns one row of the table. base: mean step time at staleness 0."""
-    drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
-    return [
-        name,
-        f"{scenario.workload.rate:g}{drift}",
-        f"{scenario.engines} x {scenario.slots}",
-        f"{later(result.generation) * seconds_per_token:.0f}",
-        f"{later(result.steps) * seconds_per_token:.0f}",
-        f"{later(result.steps) / base:.2f}",
-        f"{result.idle:.1%}",
-        f"{result.wasted:.1%}",
-        f"{result.goodput:.2f}",
-        f"{result.staleness:.2f}",
-        f"{later(result.generation) / later(result.oracle):.3f}" if result.oracle else "",
-        f"{result.generation[0] / result.oracle[0]:.3f}" if result.oracle else "",
-    ]
-
-
-def workload(given: argparse.Namespace, **rates: Any) -> Workload:
-    names = ("n", "median", "sigma", "cap", "wrong_longer", "seed")
-    return Workload(**{name: getattr(given, name) for name in names}, **rates)
+LAYOUT_COLUMNS = (
+    *("layout", "GPUs", "staleness", "mixed rate", "step s", "engines' GPUs idle", "actors' GPUs idle", "wasted"),
+)
 
 
 def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
+    shared = {name: getattr(given, name) for name in ("n", "median", "sigma", "cap", "wrong_longer", "seed")}
     for slots, rate, drift in itertools.product(given.slots, given.rate, given.rate_drift):
         scenario = Scenario(
-            workload=workload(given, rate=rate, rate_drift=drift),
+            workload=Workload(**shared, rate=rate, rate_drift=drift),
             engines=given.engines,
             slots=slots,
             batch=given.batch,
@@ -78,15 +63,67 @@ def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
         yield replace(scenario, update=update)
 
 
+def compare_strategies(given: argparse.Namespace) -> Iterator[list[str]]:
+    for scenario in scenarios(given):
+        work = scenario.workload
+        strict = streaming(scenario)
+        for name in given.strategies:
+            run = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
+            generation, step, oracle = later(run.generation), later(run.steps), run.oracle
+            yield [
+                name,
+                f"{work.rate:g}" + (f" {work.rate_drift:+g}" if work.rate_drift else ""),
+                f"{scenario.engines} x {scenario.slots}",
+                f"{generation / given.tokens_per_s:.0f}",
+                f"{step / given.tokens_per_s:.0f}",
+                f"{step / later(strict.steps):.2f}",
+                f"{run.idle:.1%}",
+                f"{run.wasted:.1%}",
+                f"{run.goodput:.2f}",
+                f"{run.staleness:.2f}",
+                f"{generation / later(oracle):.3f}" if oracle else "",
+                f"{run.generation[0] / oracle[0]:.3f}" if oracle else "",
+            ]
+
+
+def compare_layouts(given: argparse.Namespace) -> Iterator[list[str]]:
+    """Compares two pools, one time-shared pool, and two pools of which one lends. Both pools have the same number of
+    GPUs; an update on all of them is assumed to take half as long."""
+    half, switch = given.engines * given.gpus_per_engine, given.switch_s * given.tokens_per_s
+
+    def cells(name: str, gpus: str, staleness: int, run: Simulation, idle: tuple[float, float]) -> list[str]:
+        step = f"{later(run.steps) / given.tokens_per_s:.0f}"
+        shares = [f"{share:.1%}" for share in idle]
+        return [name, gpus, f"{staleness}", f"{run.scenario.workload.rate:g}", step, *shares, f"{run.wasted:.2%}"]
+
+    def training(run: Simulation, update: float) -> float:
+        return update * run.version / sum(run.steps)
+
+    for scenario in scenarios(given):
+        slots, update = scenario.engines * scenario.slots, scenario.update
+        for staleness in (0, 1):
+            run = streaming(scenario, max_staleness=staleness)
+            yield cells("separate", f"{half}+{half}", staleness, run, (run.idle, 1.0 - training(run, update)))
+        run = streaming(replace(scenario, engines=2 * scenario.engines, update=update / 2 + 2 * switch))
+        idle = run.idle - training(run, update / 2)
+        yield cells("time-shared", f"{2 * half}", 0, run, (idle, idle))
+        lending = Lending(own=slots, lent=slots, wake_s=switch, sleep_s=switch)
+        for staleness in (0, 1):
+            run = streaming(scenario, max_staleness=staleness, lending=lending)
+            idle = 1.0 - training(run, update) - run.lent
+            yield cells("lending", f"{half}+{half}", staleness, run, (run.idle, idle))
+
+
+TABLES = {"strategies": (COLUMNS, compare_strategies), "layouts": (LAYOUT_COLUMNS, compare_layouts)}
+
+
 def _within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
     """Returns a parser for an argparse number that rejects values outside the range."""
 
     def read(text: str) -> float:
         value = kind(text)
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text} must be {f'at least {least}' if most == math.inf else f'{least} to {most}'}"
-            )
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g} and at most {most:g}")
         return value
 
     read.__name__ = kind.__name__  # argparse says it of what is no number
@@ -116,37 +153,17 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
     parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
     parser.add_argument("--gpus-per-engine", type=count, default=4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=_within(int, 2), default=20, help="the first one is not counted")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def compare_layouts(given: argparse.Namespace) -> None:
-    print(head(layouts.COLUMNS))
-    for scenario in scenarios(given):
-        switch = given.switch_s * given.tokens_per_s
-        for cells in layouts.rows(scenario, switch, given.gpus_per_engine, 1 / given.tokens_per_s):
-            print(row(cells), flush=True)
-
-
-def compare_strategies(given: argparse.Namespace) -> None:
-    print(head(COLUMNS))
-    for scenario in scenarios(given):
-        strict = streaming(scenario)
-        base = later(strict.steps)
-        for name in given.strategies:
-            result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
-            print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
-
-
-TABLES = {"strategies": compare_strategies, "layouts": compare_layouts}
-
-
 def main() -> None:
     given = parser().parse_args()
-    if given.steps < 2:
-        parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")
-    TABLES[given.table](given)
+    columns, rows = TABLES[given.table]
+    print(head(columns))
+    for cells in rows(given):
+        print(row(cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,15 +46,6 @@ class Attempt:
         return any(self.right) and not all(self.right)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A response that ended. last: its draw is complete with it."""
-
-    draw: int
-    sample: int
-    last: bool
-
-
 class Draws:
     """Generates lengths and verdicts by draw and policy version. As in a real run, where the version is part of the
     sampling seed, a restart at a later version gives other responses."""
@@ -85,8 +76,7 @@ class Draws:
 
 
 class Fleet:
-    """`engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot; `now` does not
-    advance while the fleet is paused."""
+    """`engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot."""
 
     def __init__(self, *, engines: int, slots: int, lent: int = 0) -> None:
         self.now = 0.0
@@ -99,7 +89,6 @@ class Fleet:
         self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines + lent)]
         self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
         self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
-        self._began: dict[tuple[int, int], float] = {}
         self._left: dict[int, int] = {}  # unfinished responses of a draw
         self._made: dict[int, int] = {}  # tokens of finished responses of unfinished draws
         self._put_down: dict[tuple[int, int], float] = {}  # tokens so far of interrupted responses
@@ -112,56 +101,59 @@ class Fleet:
     def queued(self) -> int:
         return sum(map(len, self._queues))
 
+    @property
+    def next_end(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
     def wake(self) -> None:
         self.awake = self._engines + self._lent
 
     def sleep(self) -> None:
         """Puts the lent engines to sleep; their responses continue on other engines, before new ones."""
         self.awake = self._engines
-        moved = sorted(key for engine in range(self._engines, len(self._queues)) for key in self._queues[engine])
-        for _, engine, draw, sample in self._events:
+        moved = [key for queue in self._queues[self._engines :] for key in queue]
+        for end, engine, index, sample in self._events:
             if engine >= self._engines:
-                self._put_down[draw, sample] = self.now - self._began.pop((draw, sample))
-                moved.append((draw, sample))
-        self._events = [event for event in self._events if event[1] < self._engines]
-        heapq.heapify(self._events)
+                self._put_down[index, sample] = self._so_far(end, index, sample)
+                moved.append((index, sample))
+        self._keep([event for event in self._events if event[1] < self._engines])
         for engine in range(self._engines, len(self._queues)):
             self._queues[engine].clear()
             self._free[engine] = self._slots
         for key in sorted(moved, reverse=True):
-            engine = self._least_loaded()
-            if self._free[engine]:
-                self._free[engine] -= 1
-                self._begin(engine, *key)
-            else:
-                self._queues[engine].appendleft(key)
+            self._place(self._least_loaded(), *key, first=True)
+
+    def submit(self, index: int, lengths: tuple[int, ...]) -> None:
+        """Sends all responses of a draw to the least loaded engine."""
+        engine, n = self._least_loaded(), len(lengths)
+        self._lengths[index], self._left[index], self._made[index] = lengths, n, 0
+        self.in_flight += n
+        for sample in range(n):
+            self._place(engine, index, sample)
 
     def _least_loaded(self) -> int:
         return min(range(self.awake), key=lambda e: len(self._queues[e]) - self._free[e])
 
-    def submit(self, index: int, lengths: tuple[int, ...]) -> None:
-        """Sends all responses of a draw to the least loaded engine."""
-        engine = self._least_loaded()
-        n = len(lengths)
-        self._lengths[index] = lengths
-        self._left[index] = n
-        self._made[index] = 0
-        self.in_flight += n
-        for sample in range(n):
-            if self._free[engine]:
-                self._free[engine] -= 1
-                self._begin(engine, index, sample)
-            else:
-                self._queues[engine].append((index, sample))
+    def _place(self, engine: int, index: int, sample: int, *, first: bool = False) -> None:
+        if self._free[engine]:
+            self._free[engine] -= 1
+            self._begin(engine, index, sample)
+        elif first:
+            self._queues[engine].appendleft((index, sample))
+        else:
+            self._queues[engine].append((index, sample))
 
     def _begin(self, engine: int, index: int, sample: int) -> None:
-        began = self._began[index, sample] = self.now - self._put_down.pop((index, sample), 0.0)
-        end = began + self._lengths[index][sample]
+        end = self.now + self._lengths[index][sample] - self._put_down.pop((index, sample), 0.0)
         heapq.heappush(self._events, (end, engine, index, sample))
 
-    @property
-    def next_end(self) -> float:
-        return self._events[0][0] if self._events else math.inf
+    def _so_far(self, end: float, index: int, sample: int) -> float:
+        """Returns the tokens of a response that runs until `end`."""
+        return self._lengths[index][sample] - (end - self.now)
+
+    def _keep(self, events: list[tuple[float, int, int, int]]) -> None:
+        self._events = events
+        heapq.heapify(self._events)
 
     def advance(self, now: float) -> None:
         """Advances the time, at most to the next end."""
@@ -170,42 +162,44 @@ class Fleet:
         self.lent_busy += (self._lent * slots - sum(self._free[edge:])) * (now - self.now)
         self.now = now
 
-    def step(self) -> Ended:
+    def pause(self, duration: float) -> None:
+        """Advances the time without any progress of the responses."""
+        self.now += duration
+        self._events = [
+            (end + duration, engine, index, sample) for end, engine, index, sample in self._events
+        ]  # in the same order
+
+    def step(self) -> tuple[int, int, bool]:
+        """Returns draw and sample of the next response that ends, and whether its draw is complete with it."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
-        del self._began[index, sample]
         self.in_flight -= 1
         self.ended += 1
         self.ended_tokens += self._lengths[index][sample]
         self._made[index] += self._lengths[index][sample]
-        self._release(engine)
         self._left[index] -= 1
-        last = not self._left[index]
-        if last:
+        self._release(engine)
+        complete = not self._left[index]
+        if complete:
             del self._left[index], self._made[index], self._lengths[index]
-        return Ended(index, sample, last)
+        return index, sample, complete
 
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws, running or waiting, and returns the tokens of the unfinished ones."""
         gone = {index for index in indices if index in self._left}
-        if not gone:
-            return 0
+        stopped = [event for event in self._events if event[2] in gone]
         made = sum(self._made[index] for index in gone)
-        made += sum(int(self.now - began) for (index, _), began in self._began.items() if index in gone)
-        waiting = [key for key in self._put_down if key[0] in gone]
-        made += sum(int(self._put_down.pop(key)) for key in waiting)
+        made += sum(int(self._so_far(end, index, sample)) for end, _, index, sample in stopped)
+        made += sum(int(self._put_down.pop(key)) for key in list(self._put_down) if key[0] in gone)
         for queue in self._queues:
             kept = [entry for entry in queue if entry[0] not in gone]
             queue.clear()
             queue.extend(kept)
-        ended = [event for event in self._events if event[2] in gone]
-        self._events = [event for event in self._events if event[2] not in gone]
-        heapq.heapify(self._events)
+        self._keep([event for event in self._events if event[2] not in gone])
         self.in_flight -= sum(self._left.pop(index) for index in gone)
         for index in gone:
             del self._made[index], self._lengths[index]
-        for _, engine, index, sample in ended:
-            del self._began[index, sample]
+        for _, engine, *_ in stopped:
             self._release(engine)
         return made
 

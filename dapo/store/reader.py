@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from dapo.sampling.fate import DROPPED, Fate
 from dapo.store.schema import DATABASE, GROWS, TRAIN, VERSION
 
 Rows = list[dict[str, Any]]
@@ -75,16 +76,17 @@ class Reader:
         phase; NULL for a number that was not logged. `alike`: groups of one accuracy trained on because nothing is
         filtered, which also count as all correct or all wrong."""
         phases = ", ".join(f"max(value) FILTER (WHERE name = 'perf/{phase}_s') AS [{phase}]" for phase in PHASES)
+        also = {
+            Fate.ALL_CORRECT: f" OR {ALIKE} AND accuracy > 0.5",
+            Fate.ALL_WRONG: f" OR {ALIKE} AND accuracy <= 0.5",
+        }
+        fates = ", ".join(f"sum(fate = '{fate}'{also.get(fate, '')}) AS {fate}" for fate in DROPPED)
         return self._all(
-            "SELECT steps.*, accuracy, length, longest, truncated, all_correct, all_wrong, unscorable, overlong, "
-            "alike, times.* "
+            f"SELECT steps.*, accuracy, length, longest, truncated, {', '.join(DROPPED)}, alike, times.* "
             "FROM steps LEFT JOIN (SELECT step, avg(accuracy) AS accuracy, "
             "sum(tokens) * 1.0 / sum(responses) AS length, max(longest) AS longest, "
             "sum(truncated) * 1.0 / sum(responses) AS truncated, "
-            f"sum(fate = 'all_correct' OR {ALIKE} AND accuracy > 0.5) AS all_correct, "
-            f"sum(fate = 'all_wrong' OR {ALIKE} AND accuracy <= 0.5) AS all_wrong, "
-            f"sum({ALIKE}) AS alike, "
-            "sum(fate = 'unscorable') AS unscorable, sum(fate = 'overlong') AS overlong FROM groups GROUP BY step) "
+            f"sum({ALIKE}) AS alike, {fates} FROM groups GROUP BY step) "
             "AS found USING (step) LEFT JOIN (SELECT step AS of_step, "
             f"max(value) FILTER (WHERE name = 'perf/step_s') AS seconds, {phases} "
             "FROM metrics WHERE name LIKE 'perf/%' GROUP BY step) AS times ON of_step = step ORDER BY step"

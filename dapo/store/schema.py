@@ -4,6 +4,8 @@ README.md."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dapo.sampling.fate import DROPPED, Fate
+
 DATABASE = "samples.sqlite"
 VERSION = 5  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
 GROWS = (2, 3, 4)  # these, which only lack tables or indexes (a writer adds them) or have some more
@@ -128,8 +130,8 @@ TABLES = (
             (
                 "fate",
                 "TEXT NOT NULL",
-                "`trained`, or why it was dropped: `all_correct`, `all_wrong`, `unscorable` (too "
-                "few verdicts), `overlong` (overlong filtering leaves nothing to train on)",
+                f"`{Fate.TRAINED}`, or why it was dropped: {', '.join(f'`{fate}`' for fate in DROPPED)} "
+                "(`dapo/sampling/fate.py`)",
             ),
             ("responses", "INTEGER NOT NULL", "how many"),
             ("scorable", "INTEGER NOT NULL", "how many have a verdict"),

@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.bench.__main__ import main
-from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import bench_config
-from dapo.bench.update import batch_of
+from dapo.bench.update import BareRank, HandWrittenRank, batch_of
 from dapo.config.facts.model_shape import read_shape
 from workers.actor import split_batch
 from workers.training.forward.attention import PACKED_ATTENTION

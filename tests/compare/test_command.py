@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.compare.__main__ import main
-from dapo.compare.tables import configuration_differences
+from dapo.compare import configuration_differences, main
 from tests.support.fakes import make_group
 from tests.support.results.run_files import asked, step_line, store_starts, write_run
 

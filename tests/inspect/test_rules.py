@@ -5,9 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from dapo.config.compose import compose
-from dapo.inspect.figures import Figures
-from dapo.inspect.findings import Agreement
-from dapo.inspect.rules import findings
+from dapo.inspect.findings import Agreement, Figures, findings
 
 CONFIG = asdict(compose(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=0.05"]))
 STEPS = 40  # a window is 8 of them
@@ -71,7 +69,12 @@ RULED = [
         "70% of 100 groups",
         "`data.train_files`",
     ),
-    (TEACH, {"buffer/all_wrong": steady(45), "buffer/trained": steady(34)}, "45% all wrong", "`rollout.n` (16): more"),
+    (
+        TEACH,
+        {"buffer/all_wrong": steady(45), "buffer/trained": steady(34)},
+        "45% all wrong",
+        "`rollout.n` (16): the prompts are too hard",
+    ),
     (TEACH, {"buffer/trained": steady(10)}, "50% overlong", "`data.max_response_length`"),
     ("verdicts are missing", {"reward/failed_crash": {1: 1.0}}, "2.8% of all", "`reward.limits.wall_s` (10.0)"),
     (DRIFT, {"parity/mean_abs_logprob_diff": steady(0.03)}, "0.03 nats", "`algorithm.rollout_correction.mode` (none)"),

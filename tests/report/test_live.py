@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dapo.report import console
-from dapo.report.live import live_line, terminal_console
+from dapo.report.progress import live_line, terminal_console
 
 CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]")
 WIDTH = 60

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo import compare
 from dapo.ablation import __main__ as ablation
-from dapo.compare import __main__ as compare
 from dapo.config.compose import compose
 from dapo.inspect import __main__ as inspect
 from dapo.replay import __main__ as replay

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo import plot
-from dapo.compare.__main__ import main as compare
+from dapo.compare import main as compare
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import metrics, summaries
 from dapo.results.figures import results

@@ -9,7 +9,8 @@ import pytest
 from dapo.sampling.budget import FAILED, REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE, classify
+from dapo.sampling.fate import Fate
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from tests.support.fakes import make_group
 
 NAN = math.nan
@@ -198,10 +199,10 @@ def test_responses_that_the_rollout_function_failed_are_no_fault_of_the_reward_f
 def test_groups_that_overlong_filtering_empties_count_as_mixed_and_have_a_remedy_of_their_own():
     budget = budget_of(right(16), right(16))
     for index in range(3):
-        budget.add(make_group(index, right(8)), MIXED, OVERLONG)
+        budget.add(make_group(index, right(8)), MIXED, Fate.OVERLONG)
     message = message_of(budget, usable=0, wanted=16)
     assert share(message, "mixed") == 60 and share(message, "all correct") == 40
-    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [OVERLONG]
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [Fate.OVERLONG]
 
 
 def test_what_is_left_and_a_partial_batch_is_never_nothing():

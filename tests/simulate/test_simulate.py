@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 
 from dapo.sampling.lending import Lending
-from dapo.simulate.books import Scenario, Simulation
 from dapo.simulate.fleet import Fleet, Workload
-from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
+from dapo.simulate.strategies import (
+    Scenario,
+    Simulation,
+    barrier,
+    first_finished,
+    refill,
+    refill_in_rounds,
+    streaming,
+)
 
 
 def make_scenario(
@@ -88,7 +95,8 @@ def test_draw_order_is_not_biased_to_short_responses_and_completion_is(policy, b
     """
     scenario = Scenario(workload=Workload(rate=0.5, wrong_longer=1.5, n=4), batch=64, slots=32, steps=120)
     result = policy(scenario)
-    trained, drawn = result.trained_lengths, result.mixed_lengths
+    trained = [np.mean(result.attempts[index].lengths) for step in result.trained for index in step]
+    drawn = [np.mean(attempt.lengths) for attempt in result.started if attempt.is_mixed]
     distance, p = kolmogorov_smirnov(trained, drawn)
     bound = 1.63 * math.sqrt(1 / len(trained) + 1 / len(drawn))
     assert (p < 1e-6) if biased else (distance <= bound)
@@ -102,9 +110,9 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        ended = fleet.step()
-        if ended.last:
-            ends[ended.draw] = fleet.now
+        index, _, complete = fleet.step()
+        if complete:
+            ends[index] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
     assert ends == {0: 9, 1: 30, 2: 23}
     assert fleet.busy == sum(sum(each) for each in lengths.values())

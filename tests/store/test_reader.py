@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from dapo.inspect.figures import figures
+from dapo.inspect.findings import figures
 from dapo.inspect.page import data
 from dapo.sampling.draws import TRAINED
 from dapo.store.reader import Reader
@@ -27,7 +27,7 @@ def test_groups_of_one_accuracy_are_counted_where_nothing_is_filtered(tmp_path):
         shares = {line["label"]: line["values"] for line in data(found, figures(found), [])["fates"]}
     assert [first[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [6, 2, 2, 4]
     assert [second[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [0, 0, 2, 0]
-    assert shares == {"mixed, trained on": [0.33333, 0.0], "all wrong": [0.33333, 1.0], "all right": [0.33333, 0.0]}
+    assert shares == {"mixed, trained on": [0.33333, 0.0], "all wrong": [0.33333, 1.0], "all correct": [0.33333, 0.0]}
 
 
 def test_a_prompt_keeps_its_visits_where_the_files_have_changed(tmp_path):

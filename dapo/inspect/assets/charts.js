@@ -157,13 +157,3 @@ function passRates({ bins, counts }) {
     read: (column) => [part(column, 0, 1), part(column, 1, bins + 1), part(column, bins + 1, bins + 2)],
   });
 }
-
-function busy(roles) {
-  return heat({
-    title: "Who has work", unit: "share of the step", note: "strong: busy; faint: waiting for others",
-    values: middles.map((_, column) => roles.map((role) => role.values[column])), rows: roles.length,
-    labels: roles.map((role, row) => [row + 0.5, role.label.split(" ")[0]]),
-    legend: roles.map((role) => ["", role.label]),
-    read: (column) => roles.map((role) => share(role.values[column])),
-  });
-}

@@ -44,7 +44,7 @@ function draw() {
     note: "only groups of mixed accuracy teach something",
   });
   byId("charts").append(...(first ? [first] : []), ...(data.evaluations.length ? [evaluations(data.evaluations)] : []), fates,
-    passRates(data.pass_rates), lengths(data.lengths), seconds, busy(data.busy), ...rest);
+    passRates(data.pass_rates), lengths(data.lengths), seconds, ...rest);
   cursor.go(cursor.at);
 }
 

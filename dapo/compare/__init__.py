@@ -1,1 +1,0 @@
-"""Compares runs: results with confidence intervals, configuration differences, curves."""
