@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dapo.answers.spelling import boxed
 from dapo.data.values import plain_text, shown
-from dapo.rewards.reading.spelling import boxed
 
 VERL = "verl"
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")

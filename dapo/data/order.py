@@ -2,7 +2,7 @@
 
     draw k ─▶ its source and its rank there (`dapo.data.order`) ─▶ a visit of that source's own order ─▶ a prompt
 
-Without a curriculum the visit is the rank, so the prompt depends only on k. A curriculum (`dapo.data.curriculum`) skips
+Without a curriculum the visit is the rank, so the prompt depends only on k. A curriculum (`data.curriculum`) skips
 visits by the history of their prompts. Draws run ahead of the scores by an amount that depends on timing. To stay
 deterministic, a draw depends only on the groups that the updates so far have used. Draws that were decided but not used
 when an update ends are decided again, except draws still in progress (staleness above 0). At staleness 0 the order is
@@ -11,18 +11,144 @@ therefore a function of the seed and the scores.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dapo.config.sampling import DataConfig
 from dapo.config.schema import Config
-from dapo.data.curriculum import Curriculum, curriculum_of
-from dapo.data.history import PromptHistory
-from dapo.sampling.outcome import classifier, classify
+from dapo.sampling.outcome import ALL_CORRECT, classifier, classify
 from dapo.types import Draw, Group, Prompt
+
+HISTORY_FILE = "history.parquet"
+NEWEST = 0.5  # minimum weight of the newest visit in pass rate and variance: older visits are from older policies
+_SCHEMA = pa.schema(
+    {
+        "prompt": pa.int64(),
+        "visits": pa.int64(),
+        "pass_rate": pa.float64(),
+        "variance": pa.float64(),
+        "solved": pa.int64(),
+        "last_version": pa.int64(),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptHistory:
+    """Arrays with one value per prompt, indexed by prompt id. visits: groups used for an update that could be scored.
+    pass_rate: mean accuracy of the visits, newer visits weighted more (`NEWEST`). variance: the same mean of the
+    variance within a group. solved: number of latest consecutive visits that the run's filter classifies as all
+    correct. last_version: policy version from which the update after the last visit started; -1 without a visit."""
+
+    visits: NDArray[np.int64]
+    pass_rate: NDArray[np.float64]
+    variance: NDArray[np.float64]
+    solved: NDArray[np.int64]
+    last_version: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, prompts: int) -> "PromptHistory":
+        whole, real = np.zeros(prompts, dtype=np.int64), np.zeros(prompts)
+        return cls(
+            visits=whole, pass_rate=real, variance=real.copy(), solved=whole.copy(), last_version=np.full(prompts, -1)
+        )
+
+    def copy(self) -> "PromptHistory":
+        return deepcopy(self)
+
+    def add(self, groups: Sequence[Group], *, version: int, outcome: Callable[[Group], str]) -> None:
+        """Adds the visits of one update, which started from policy `version`, in the order of `groups`. Groups that
+        cannot be scored are ignored. outcome: the run's filter's classification of a group."""
+        for group in groups:
+            accuracies = group.accuracies
+            if not accuracies:
+                continue
+            prompt = group.draw.prompt.id
+            self.visits[prompt] += 1
+            newest = max(1.0 / self.visits[prompt], NEWEST)
+            self.pass_rate[prompt] += newest * (float(np.mean(accuracies)) - self.pass_rate[prompt])
+            self.variance[prompt] += newest * (float(np.var(accuracies)) - self.variance[prompt])
+            self.solved[prompt] = self.solved[prompt] + 1 if outcome(group) == ALL_CORRECT else 0
+            self.last_version[prompt] = version
+
+    def write(self, directory: Path) -> None:
+        visited = np.flatnonzero(self.visits)
+        columns = [visited, *(getattr(self, name)[visited] for name in _SCHEMA.names[1:])]
+        pq.write_table(pa.table(columns, schema=_SCHEMA), directory / HISTORY_FILE)
+
+    @classmethod
+    def read(cls, directory: Path, prompts: int) -> "PromptHistory":
+        """Reads what `write` wrote; without a file, returns an empty history. Raises ValueError if the file cannot be
+        read."""
+        history, path = cls.empty(prompts), directory / HISTORY_FILE
+        if not path.is_file():
+            return history
+        try:
+            table = pq.read_table(path, schema=_SCHEMA)
+            visited = table["prompt"].to_numpy()
+            for name in _SCHEMA.names[1:]:
+                getattr(history, name)[visited] = table[name].to_numpy()
+        except (pa.ArrowException, OSError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no history of {prompts} prompts ({error}); remove this checkpoint's directory to continue "
+                "from the one before it"
+            ) from error
+        return history
+
+
+class Curriculum(Protocol):
+    def chances(self, history: PromptHistory, prompts: NDArray[np.int64], *, version: int) -> NDArray[np.float64]:
+        """Returns the chance of each of `prompts` (ids) at policy `version`. At least one chance is above 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retire:
+    """Skips a prompt for `steps` policy versions after its last `after` visits were all solved. If the next visit is
+    solved too, the prompt is skipped again. At most the share `most` of the prompts is skipped at once; above that, the
+    prompts with the oldest last visit return early."""
+
+    after: int
+    steps: int
+    most: float
+
+    def chances(self, history: PromptHistory, prompts: NDArray[np.int64], *, version: int) -> NDArray[np.float64]:
+        last = history.last_version[prompts]
+        away = np.flatnonzero((history.solved[prompts] >= self.after) & (version <= last + self.steps))
+        most = min(int(self.most * len(prompts)), len(prompts) - 1)
+        newest_last = away[np.argsort(last[away], kind="stable")]
+        chances = np.ones(len(prompts))
+        chances[newest_last[max(0, len(away) - most) :]] = 0.0
+        return chances
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighted:
+    """Chance 4 p (1 - p), at least `least`. p is the pass rate smoothed with two extra responses, one of them correct
+    (`samples` + 2 in total). A prompt without a visit is not skipped."""
+
+    samples: int
+    least: float
+
+    def chances(self, history: PromptHistory, prompts: NDArray[np.int64], *, version: int) -> NDArray[np.float64]:
+        p = (history.pass_rate[prompts] * self.samples + 1) / (self.samples + 2)
+        return np.where(history.visits[prompts] > 0, np.maximum(4 * p * (1 - p), self.least), 1.0)
+
+
+def curriculum_of(cfg: DataConfig, samples: int) -> Curriculum | None:
+    """samples: responses per group. Returns None for `uniform`."""
+    if cfg.curriculum == "retire":
+        return Retire(after=cfg.retire_after, steps=cfg.retire_steps, most=cfg.max_retired)
+    if cfg.curriculum == "weighted":
+        return Weighted(samples=samples, least=cfg.min_weight)
+    return None
 
 
 class Shares:

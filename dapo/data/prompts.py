@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
+from dapo.answers.answer import agree, read_truth
 from dapo.config.paths import checked_data
 from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, SCHEMA, Reading, refuse_media
 from dapo.data.template import DATE_FUNCTION, asked, check_template, clock_at, template_text
 from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
-from dapo.rewards.reading.answer import agree, read_truth
 from dapo.types import Int32Array, Messages, Prompt
 
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read, truth_text
-from dapo.rewards.reading.dress import NUMBER_WORD
+from dapo.answers.answer import MAX_TRUTH_CHARS, NUMBER_WORD, TAIL_CHARS, Reading, agree, read, truth_text
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 

@@ -1,6 +1,6 @@
 """Verifies answers by DAPO's rule (paper section 2.4), the default: returns +1 or -1.
 
-`dapo.rewards.reading.answer` finds the answer and compares it as a number (integer, decimal or fraction, exactly) or
+`dapo.answers.answer` finds the answer and compares it as a number (integer, decimal or fraction, exactly) or
 else as a string; of `5 apples` or `(C) 42`, the number or the choice. A ground truth that is an equation or inequality
 (and not a named value) must match as a whole. Everything that DAPO's rule accepts is correct, except: one side of such
 a relation, a unit different from the ground truth's, lists of answers, unevaluated calculations, digits other than 0 to
@@ -10,7 +10,7 @@ a relation, a unit different from the ground truth's, lists of answers, unevalua
 from collections.abc import Iterable
 from typing import Any
 
-from dapo.rewards.reading.answer import TAIL_CHARS, agree, find_answer, read, read_truth
+from dapo.answers.answer import TAIL_CHARS, agree, find_answer, read, read_truth
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 

@@ -3,7 +3,7 @@
 A list without brackets is a set: 2,1 is correct for 1,2. If order matters, the ground truth has brackets, (1,2), or
 names.
 
-Security: the library only receives expressions that `reading/latex_filter.py` accepts, in dollar signs, and only its
+Security: the library only receives expressions that `answers/latex_filter.py` accepts, in dollar signs, and only its
 LaTeX parser is configured; its parser of plain expressions passes text to Python. Numbers of that grammar still go
 through sympy's text parser, which evaluates; its lexer accepts only digits, dot, comma, sign and exponent as a number,
 and the filter only passes ASCII without exponents. The library's timeouts are off, because they hide errors and need
@@ -20,22 +20,22 @@ from typing import Any
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from dapo.rewards.reading.answer import (
+from dapo.answers.answer import (
     TAIL_CHARS,
+    UNIT_AS_TEXT,
     Reading,
     agree,
     as_written,
+    choice_text,
     find_answer,
     read,
     read_truth,
     truth_text,
 )
-from dapo.rewards.reading.dress import UNIT_AS_TEXT, choice_text
-from dapo.rewards.reading.intervals import as_intervals, is_of_intervals
-from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
-from dapo.rewards.reading.lists import alternatives, items
-from dapo.rewards.reading.relations import RELATION, has_inequality, is_name
-from dapo.rewards.reading.spelling import formula, without_units
+from dapo.answers.latex_filter import MAX_CHARS, is_tame
+from dapo.answers.lists import alternatives, items
+from dapo.answers.relations import RELATION, as_intervals, has_inequality, is_name, is_of_intervals
+from dapo.answers.spelling import formula, without_units
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 

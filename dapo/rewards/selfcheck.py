@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo.answers.answer import MAX_TRUTH_CHARS, agree, read, read_truth, truth_text, truth_texts
+from dapo.answers.relations import relation
+from dapo.answers.spelling import careful_spelling
 from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
-from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, agree, read, read_truth, truth_text, truth_texts
-from dapo.rewards.reading.relations import relation
-from dapo.rewards.reading.spelling import careful_spelling
 from dapo.sandbox.program import SandboxError
 
 FUNCTIONS = ("math", "math_verify", "gsm8k", "code")

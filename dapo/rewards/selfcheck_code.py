@@ -9,8 +9,7 @@ from typing import Any
 from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS
 from dapo.data.values import shown
-from dapo.rewards.code import compute_score, last_block
-from dapo.rewards.reading.expected import read_tests
+from dapo.rewards.code import compute_score, last_block, read_tests
 
 # Columns of a reference solution, in the row or its `extra_info`. Of Parquet files only the latter is read.
 SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution", "answer")

@@ -22,8 +22,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from dapo.sandbox.confine import Place, confine
-from dapo.sandbox.frames import read_frame
-from dapo.sandbox.program import SOURCE_NAME, Confinement
+from dapo.sandbox.program import SOURCE_NAME, Confinement, read_frame
 
 BEGUN = b"+"
 MAX_WORDS = 500  # of the reason for a failed start

@@ -20,9 +20,19 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.reward import SandboxConfig
-from dapo.sandbox.frames import contents, pack, read_frame, receive_piece, send_piece
-from dapo.sandbox.jobs import SETUP_S, longest_s
-from dapo.sandbox.program import FILES, Confinement, Outcome, Program, SandboxError
+from dapo.sandbox.program import (
+    FILES,
+    Confinement,
+    Outcome,
+    Program,
+    SandboxError,
+    contents,
+    pack,
+    read_frame,
+    receive_piece,
+    send_piece,
+)
+from dapo.sandbox.server import SETUP_S, longest_s
 
 START_S = 120.0  # for importing packages and probing the confinements
 LOOK_MS = 1000  # interval of checks whether the server is alive
@@ -156,3 +166,22 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     kept = {name: variables[name] for name in ("LD_LIBRARY_PATH", "TMPDIR", "PYTHONHOME") if name in variables}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     return {**kept, **threads, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+
+
+_sandboxes: list[Sandbox] = []  # at most one
+
+
+def start(limits: SandboxConfig, *, allow_unconfined: bool = False) -> Sandbox:
+    while _sandboxes:
+        _sandboxes.pop().close()
+    _sandboxes.append(Sandbox(limits, allow_unconfined=allow_unconfined))
+    return _sandboxes[0]
+
+
+def run(program: Program) -> Outcome:
+    """Raises SandboxError if the sandbox failed, not the program."""
+    return current().run(program)
+
+
+def current() -> Sandbox:
+    return _sandboxes[0] if _sandboxes else start(SandboxConfig())

@@ -4,7 +4,7 @@ many programs come at once, some wait for a thread; that time does not count aga
 import asyncio
 from itertools import count
 
-from dapo.sandbox import shared
+from dapo.sandbox import client
 from dapo.sandbox.program import Outcome, Program, SandboxError
 from dapo.turns.patience import queued
 
@@ -22,7 +22,7 @@ async def run(program: Program) -> Outcome:
         global _latest
         _latest = next(_begun)
         loop.call_soon_threadsafe(begun.set)
-        return shared.run(program)
+        return client.run(program)
 
     running = loop.run_in_executor(None, work)
     try:

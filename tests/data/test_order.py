@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from dapo.config.schema import Config
-from dapo.data.curriculum import Retire
-from dapo.data.history import PromptHistory
-from dapo.data.order import PromptOrder, Shares
+from dapo.data.order import PromptHistory, PromptOrder, Retire, Shares
 from dapo.types import Prompt
 from tests.support.fakes import make_group, make_prompt
 

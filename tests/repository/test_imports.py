@@ -134,7 +134,7 @@ LOADS = {
     "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
     "parts": (
         modules_in(
-            *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
+            *("dapo.answers", "dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
             *("dapo.evaluate", "dapo.results", "dapo.replay", "dapo.measure"),
         ),
         HEAVY | {"dapo.run", "tensorboard", "matplotlib"},

@@ -9,8 +9,7 @@ import pytest
 
 from dapo.config.reward import RewardFunctionConfig, SandboxConfig
 from dapo.rewards.calling.fork_server import Item
-from dapo.rewards.code import compute_score, last_block
-from dapo.rewards.reading.expected import agrees, read_tests, returned
+from dapo.rewards.code import agrees, compute_score, last_block, read_tests, returned
 from tests.support.rewards.reward_children import busy_processes, use
 from tests.support.sandbox.problems import solutions
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo.answers.latex_filter import is_tame
 from dapo.rewards import gsm8k, math, math_verify
-from dapo.rewards.reading.latex_filter import is_tame
 from tests.support.rewards.tables import meant, rows
 
 FUNCTIONS = {"math": [math], "math_verify": [math_verify], "both": [math, math_verify], "gsm8k": [gsm8k]}

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from dapo.sandbox import bpf, calls
+from dapo.sandbox import confine, kernel
 
 PID = 4711
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", errno.EPERM, errno.ENOSYS, "killed"
@@ -33,23 +33,23 @@ BY_ARGUMENTS = {  # what is allowed, and what is not
 def decide(machine, number, *arguments, architecture=None):
     """What the filter makes of a call."""
     words = [*arguments, *[0] * (6 - len(arguments))]
-    data = struct.pack("<II8x6Q", number & 0xFFFFFFFF, architecture or bpf.AUDIT[machine], *words)
-    program, place, held = calls.filter_of(PID), 0, 0
+    data = struct.pack("<II8x6Q", number & 0xFFFFFFFF, architecture or kernel.AUDIT[machine], *words)
+    program, place, held = confine.filter_of(PID), 0, 0
     while True:
         code, if_true, if_false, operand = struct.unpack("<HBBI", program[place])
         place += 1
-        if code == bpf.LOAD:
+        if code == kernel.LOAD:
             (held,) = struct.unpack_from("<I", data, operand)
-        elif code == bpf.AND:
+        elif code == kernel.AND:
             held &= operand
-        elif code == bpf.RETURN:
-            return {bpf.ALLOW: ALLOWED, bpf.KILL_PROCESS: KILLED}.get(operand) or operand & 0xFFFF
+        elif code == kernel.RETURN:
+            return {kernel.ALLOW: ALLOWED, kernel.KILL_PROCESS: KILLED}.get(operand) or operand & 0xFFFF
         else:
             tests = {
-                bpf.JUMP_EQUAL: held == operand,
-                bpf.JUMP_FROM: held >= operand,
-                bpf.JUMP_ABOVE: held > operand,
-                bpf.JUMP_BITS: bool(held & operand),
+                kernel.JUMP_EQUAL: held == operand,
+                kernel.JUMP_FROM: held >= operand,
+                kernel.JUMP_ABOVE: held > operand,
+                kernel.JUMP_BITS: bool(held & operand),
             }
             place += if_true if tests[code] else if_false
 
@@ -61,11 +61,11 @@ def machine(request, monkeypatch):
 
 
 def partly(machine):
-    return calls._numbers(calls._PARTLY[machine])
+    return confine._numbers(confine._PARTLY[machine])
 
 
 def test_what_is_listed_is_allowed_and_nothing_else(machine):
-    free, some = calls._numbers(calls._FREE[machine]), partly(machine)
+    free, some = confine._numbers(confine._FREE[machine]), partly(machine)
     assert not set(free.values()) & set(some.values())
     for number in range(600):
         if number not in some.values():

@@ -19,10 +19,8 @@ import pytest
 from dapo.config.reward import SandboxConfig
 from dapo.sandbox import client
 from dapo.sandbox.client import Sandbox
-from dapo.sandbox.frames import pack, send_piece
-from dapo.sandbox.jobs import Waits
-from dapo.sandbox.program import Program, SandboxError
-from dapo.sandbox.server import sweep
+from dapo.sandbox.program import Program, SandboxError, pack, send_piece
+from dapo.sandbox.server import Waits, sweep
 from tests.support.rewards.reward_children import busy_processes
 
 LIMITS = SandboxConfig(cpu_s=20.0, wall_s=20.0, total_s=60.0)

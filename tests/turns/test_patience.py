@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dapo.sandbox import shared
+from dapo.sandbox import client
 from dapo.sandbox.program import Outcome, Program, SandboxError
 from dapo.turns import interpreter
 from dapo.turns.interpreter import run
@@ -48,7 +48,7 @@ def ends(function: Callable[..., Awaitable[Any]], calls: int = 1) -> list[tuple[
 
 def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(shared, "run", lambda program: over.wait(10))
+    monkeypatch.setattr(client, "run", lambda program: over.wait(10))
 
     async def hangs(prompt: Any, generate: Any, sampling: Any) -> None:
         try:
@@ -62,12 +62,12 @@ def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch):
 
 def test_who_waits_for_a_place_has_its_time_left_however_long_that_takes_unless_the_sandbox_stands_still(monkeypatch):
     monkeypatch.setattr(interpreter, "STANDSTILL_S", 2 * PROGRAM_S)
-    monkeypatch.setattr(shared, "run", outcome_of)
+    monkeypatch.setattr(client, "run", outcome_of)
     found = ends(asks_the_interpreter, CALLS)
     assert [step for step, _ in found] == [Trajectory(text="6 * 7")] * CALLS
     assert max(again for _, again in found) >= 1, "nobody waited: the test shows nothing"
     over = threading.Event()
-    monkeypatch.setattr(shared, "run", lambda program: over.wait(10))
+    monkeypatch.setattr(client, "run", lambda program: over.wait(10))
 
     async def ends_it(prompt: Any, generate: Any, sampling: Any) -> Trajectory:
         try:
@@ -87,7 +87,7 @@ def test_what_is_cancelled_while_it_waits_never_runs(monkeypatch):
         ran.append(program.source)
         return outcome_of(program)
 
-    monkeypatch.setattr(shared, "run", noted)
+    monkeypatch.setattr(client, "run", noted)
 
     async def play() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

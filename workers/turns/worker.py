@@ -5,7 +5,7 @@ from typing import Any
 
 from dapo.config.reward import LimitsConfig
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.sandbox import shared
+from dapo.sandbox import client
 from dapo.turns.loading import digest_of, load, runs_programs
 from dapo.turns.protocol import Ask, Generated, Queued, Step
 from dapo.turns.session import Session
@@ -35,7 +35,7 @@ class TurnWorker:
         if not runs_programs(self._function, spec.kwargs):
             return "", digest
         unconfined = limits.allow_unconfined
-        programs = await asyncio.to_thread(shared.start, limits.sandbox, allow_unconfined=unconfined)
+        programs = await asyncio.to_thread(client.start, limits.sandbox, allow_unconfined=unconfined)
         return programs.way.describe(), digest
 
     async def begin(self, name: str, prompt: Prompt, sampling: Sampling) -> Step:

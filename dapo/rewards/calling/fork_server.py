@@ -30,7 +30,7 @@ from dapo.rewards.calling.by_entry import FunctionsByEntry
 from dapo.rewards.calling.frames import EXIT_MEMORY, pack, read_frame
 from dapo.rewards.calling.functions import RewardFunctionError
 from dapo.rewards.calling.loading import Canary, describe, tail
-from dapo.sandbox import kernel, shared
+from dapo.sandbox import client, kernel
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import SandboxError
 
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         functions = FunctionsByEntry(specs.pop(""), specs)
         if functions.runs_programs:
-            programs = shared.start(limits.sandbox, allow_unconfined=limits.allow_unconfined)
+            programs = client.start(limits.sandbox, allow_unconfined=limits.allow_unconfined)
         functions.warm_up()
     except Exception as error:  # a user-defined module may raise anything
         message = str(error) if isinstance(error, ValueError | RewardFunctionError) else describe(error)

@@ -1,12 +1,12 @@
-"""Frames between a reward worker and its processes: as `dapo.sandbox.frames`, but numpy values become Python values and
-other values without a JSON form become text."""
+"""Frames between a reward worker and its processes: as `dapo.sandbox.program`, but numpy values become Python values
+and other values without a JSON form become text."""
 
 from typing import Any
 
 import numpy as np
 
-from dapo.sandbox import frames
-from dapo.sandbox.frames import HEADER, read_frame
+from dapo.sandbox import program
+from dapo.sandbox.program import HEADER, read_frame
 
 __all__ = ["EXIT_MEMORY", "HEADER", "MAX_REPLY_BYTES", "pack", "read_frame"]
 
@@ -15,7 +15,7 @@ MAX_REPLY_BYTES = 1 << 20  # maximum size of a reply
 
 
 def pack(value: Any) -> bytes:
-    return frames.pack(value, default=_plain)
+    return program.pack(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from dapo.answers.spelling import printable
 from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.calling.loading import SECTION, Canary, LoadedFunction, describe, labels, load
-from dapo.rewards.reading.spelling import printable
 from dapo.sandbox.program import SandboxError
 from dapo.types import Score
 

@@ -11,9 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from dapo.config.reward import LimitsConfig
-from dapo.sandbox import bpf, kernel
-from dapo.sandbox.bpf import ALLOW, ERRNO, JUMP_BITS, JUMP_EQUAL, JUMP_FROM, LOAD, RETURN, step
-from dapo.sandbox.kernel import lower_limit, mapped_bytes
+from dapo.sandbox import kernel
+from dapo.sandbox.kernel import (
+    ALLOW,
+    ERRNO,
+    JUMP_BITS,
+    JUMP_EQUAL,
+    JUMP_FROM,
+    LOAD,
+    RETURN,
+    lower_limit,
+    mapped_bytes,
+    step,
+)
 
 MAX_OPEN_FILES = 64
 _CLONE_THREAD = 0x10000
@@ -40,7 +50,7 @@ def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str
     lower_limit(resource.RLIMIT_AS, mapped_bytes() + limits.memory_bytes)
     wanted = {"processes": not limits.allow_processes, "network": not limits.allow_network}
     denied = [name for name, deny in wanted.items() if deny]
-    filtered = denied and bpf.is_known_machine() and bpf.install(_program(platform.machine(), denied))
+    filtered = denied and kernel.is_known_machine() and kernel.install(_program(platform.machine(), denied))
     return denied if filtered else []
 
 
@@ -49,14 +59,19 @@ def _program(machine: str, denied: list[str]) -> list[bytes]:
     ENOSYS makes the C library fall back to clone."""
     numbers = _CALLS[machine]
     refuse = step(RETURN, ERRNO | errno.EPERM)
-    code = [step(LOAD, bpf.ARCHITECTURE), step(JUMP_EQUAL, bpf.AUDIT[machine], 1, 0), refuse, step(LOAD, bpf.NUMBER)]
-    code += [step(JUMP_FROM, bpf.X32, 0, 1), refuse]
+    code = [
+        step(LOAD, kernel.ARCHITECTURE),
+        step(JUMP_EQUAL, kernel.AUDIT[machine], 1, 0),
+        refuse,
+        step(LOAD, kernel.NUMBER),
+    ]
+    code += [step(JUMP_FROM, kernel.X32, 0, 1), refuse]
     calls = [*(_PROCESS_CALLS if "processes" in denied else ()), *(_NETWORK_CALLS if "network" in denied else ())]
     for call in calls:
         if call in numbers:
             code += [step(JUMP_EQUAL, numbers[call], 0, 1), refuse]
     if "processes" in denied:
         code += [step(JUMP_EQUAL, numbers["clone3"], 0, 1), step(RETURN, ERRNO | errno.ENOSYS)]
-        code += [step(JUMP_EQUAL, numbers["clone"], 0, 3), step(LOAD, bpf.argument(0))]
+        code += [step(JUMP_EQUAL, numbers["clone"], 0, 3), step(LOAD, kernel.argument(0))]
         code += [step(JUMP_BITS, _CLONE_THREAD, 1, 0), refuse]
     return [*code, step(RETURN, ALLOW)]

@@ -3,6 +3,7 @@ text is adversarial: it is bounded, processed by regular expressions and never e
 Minerva (arXiv 2206.14858, appendix D), the origin of DAPO's rule."""
 
 import re
+import unicodedata
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 100  # a longer number is compared as a string
@@ -283,3 +284,128 @@ def _right_side(text: str) -> str:
     """Returns `5` of `x = 2 + 3 = 5`; the whole text if the last `=` is in braces or after an inequality."""
     left, _, right = text.rpartition("=")
     return right if right.count("{") == right.count("}") and not _INEQUALITY.search(left) else text
+
+
+MAX_GROWTH = 300  # characters; a text that would grow by more stays unchanged
+
+_COMMANDS = """
+α alpha β beta γ gamma δ delta ε epsilon ζ zeta η eta θ theta κ kappa λ lambda μ mu µ mu ν nu ξ xi π pi ρ rho σ sigma
+τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda Ξ Xi Π Pi Σ Sigma Φ Phi Ψ Psi Ω Omega
+× times · cdot ⋅ cdot ∙ cdot ÷ div ± pm ∓ mp ∞ infty ≤ le ≥ ge ≦ le ≧ ge ⩽ le ⩾ ge ≠ ne ≈ approx ≅ cong ≡ equiv
+∪ cup ∩ cap ∖ setminus ∈ in ∉ notin ∅ emptyset ∠ angle △ triangle ⊥ perp
+""".split()
+_PLAIN_SIGNS = dict(zip("（）［］：＝＋－＜＞％“”′−", '()[]:=+-<>%""\'-', strict=True)) | {
+    "，": ", ",
+    "、": ", ",
+    "；": "; ",
+}
+_SIGNS = {sign: f"\\{name}" for sign, name in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)} | _PLAIN_SIGNS
+_SIGNS |= {sign: f"\\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)}
+_SIGN = re.compile(f"([{''.join(map(re.escape, _SIGNS))}])(?=([A-Za-z])?)")
+_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_SLASH = "\u2044"  # fraction slash
+_BASE = r"(?<=[A-Za-z0-9)}\]'°Α-Ωα-ω])"  # a script needs a base
+_SUPERSCRIPT = re.compile(rf"{_BASE}[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿⁱ]+")
+_INDEX = re.compile(rf"{_BASE}[₀-₉₊₋₍₎ₙₖₓ]+")
+_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+_ROOT = re.compile(
+    r"([√∛∜])\s*(?:([0-9]++(?:\.[0-9]++)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\[A-Za-z]+|[A-Za-z])"
+    r"|\(((?:[^()]|\([^()]*\))*+)\)|\{([^{}]*)\})"
+)
+
+
+def as_latex(text: str) -> str:
+    if text.isascii():
+        return text
+    made = _FRACTION.sub(lambda match: f"\\frac{{{_plain(match[0]).replace(_SLASH, '}{')}}}", text)
+    made = _SUPERSCRIPT.sub(lambda match: f"^{{{_plain(match[0])}}}", made)
+    made = _INDEX.sub(lambda match: f"_{{{_plain(match[0])}}}", made)
+    made = _SIGN.sub(_command, made)
+    made = _ROOT.sub(lambda match: f"\\sqrt{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4] or ''}}}", made)
+    return made if len(made) <= len(text) + MAX_GROWTH else text
+
+
+def _plain(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs).replace("\u2212", "-")
+
+
+def _command(match: re.Match[str]) -> str:
+    written = _SIGNS[match[1]]
+    return f"{written} " if match[2] and written[-1].isalpha() else written
+
+
+_UNIT_NAMES = """
+dollar dollars usd
+cent cents ¢
+% percent
+degree degrees deg
+mm millimeter millimeters millimetre millimetres
+cm centimeter centimeters centimetre centimetres
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+in inch inches
+ft foot feet
+yd yard yards
+mi mile miles
+g gm gram grams
+kg kilogram kilograms
+lb lbs pound pounds
+oz ounce ounces
+l liter liters litre litres
+s sec secs second seconds
+min mins minute minutes
+h hr hrs hour hours
+day days
+week weeks
+month months
+year years
+page pages
+student students
+meal meals
+edge edges
+""".split("\n")
+_UNITS = {word: names[0] for names in map(str.split, filter(None, _UNIT_NAMES)) for word in names}
+_SPEED = {"mph": ("mi", "/", "h"), "kph": ("km", "/", "h"), "kmh": ("km", "/", "h")}
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_WRAPPED = re.compile(r"\\(?:text|textnormal|textrm|textbf|mathrm|mbox|operatorname)(?![A-Za-z])")
+_DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\degree|°")
+_UNIT_POWER = re.compile(r"\s*\^\s*\{?\s*([23])\s*\}?")
+_UNIT_SIGN = re.compile(r"[A-Za-z%$°¢]")
+_LAST_DIGIT = re.compile(r"[0-9][)}\]]*")
+_UNIT_WORD = re.compile(r"[A-Za-z¢]+|[%/]|\u00b2|\u00b3")
+_UNIT_TEXT = re.compile(r"[A-Za-z¢%/²³\s.,~$*\\;:!}]*")
+
+
+def unit(text: str) -> str:
+    """Returns the unit after the last number of an answer in a normal form, `ft2` for square feet; "" for none."""
+    if not _UNIT_SIGN.search(text):
+        return ""
+    wrapped = bool(_WRAPPED.search(text))
+    whole = _UNIT_POWER.sub(lambda match: "²³"[int(match[1]) - 2], _DEGREE.sub(" degrees ", unwrapped(formula(text))))
+    *_, last = [None, *_LAST_DIGIT.finditer(whole)]
+    behind = whole[last.end() :] if last else whole
+    return _read_unit(behind, wrapped) or ("dollar" if "\\$" in text or text.count("$") == 1 else "")
+
+
+def _read_unit(text: str, wrapped: bool) -> str:
+    """wrapped: the text is in a text command, so a single letter is a unit and not a factor."""
+    if not _UNIT_TEXT.fullmatch(text):
+        return ""
+    parts: list[str] = []
+    power = ""
+    for word in _UNIT_WORD.findall(text):
+        small = word if len(word) == 1 else word.lower()
+        if small in _POWERS:
+            power = _POWERS[small]
+        elif small in "²³":
+            parts.append("2" if small == "²" else "3")
+        elif small in ("/", "per"):
+            parts.append("/")
+        elif small in _SPEED:
+            parts += _SPEED[small]
+        elif small in _UNITS and (len(word) > 1 or wrapped or word in "%¢"):
+            parts += [_UNITS[small], power]
+            power = ""
+        else:
+            return ""
+    return "".join(parts)

@@ -3,7 +3,7 @@ if a single item could match, every guess in a list would be correct."""
 
 import re
 
-from dapo.rewards.reading.spelling import RIGHT_OPERATOR, boxed, boxes, careful_spelling, unwrapped
+from dapo.answers.spelling import RIGHT_OPERATOR, boxed, boxes, careful_spelling, unwrapped
 
 _OR_AND = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE)
 _OR = re.compile(r"(?<=[\s$}])or(?=[\s$\\{])", re.IGNORECASE)

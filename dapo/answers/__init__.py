@@ -1,0 +1,1 @@
+"""Extracts answers from responses and compares them with the expected ones."""

@@ -1,1 +1,0 @@
-"""Extracts answers from responses and compares answers, or a program's output, with the expected ones."""
