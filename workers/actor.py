@@ -23,16 +23,14 @@ from dapo.report.console import warn
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
+from workers.training.batch_split import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
+from workers.training.collective_errors import RankVersion, Refused
 from workers.training.files import state
-from workers.training.moments import Moments
-from workers.training.parity import WeightParityError
+from workers.training.optimizer import Moments, build_optimizer
 from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
-from workers.training.standing import Standing
-from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
-from workers.training.use import begin_use, end_use, rank_metrics
-from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
+from workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
@@ -80,22 +78,22 @@ class ActorWorker:
         )
         self._policy = fsdp.load_policy(cfg, self._mesh)
         self._release = partial(fsdp.release, self._policy, cfg, self._mesh)  # to an engine on the same GPU
-        self._optimizer = fsdp.build_optimizer(self._policy, cfg)
+        self._optimizer = build_optimizer(self._policy, cfg)
         self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
         kl = cfg.algorithm.kl
         reference = fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
         own_loss = None if self._own_loss is None else load(self._own_loss)
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh, own_loss)
-        self._has_reference, self._standing = reference is not None, Standing()
+        self._has_reference, self._version = reference is not None, RankVersion()
         self._senders: dict[str, WeightSender] = {}  # by transport
 
     def update(self, work: RankWork) -> Updated:
         """Trains on this rank's share, which advances the policy version by one. Metrics are over all ranks. Raises
         Unanimous with nothing changed; after any other error the state must not be saved."""
         fault_point("actor.update")
-        self._standing.check("an update", work.version)
+        self._version.check("an update", work.version)
         what = f"the update from policy version {work.version}"
-        with self._standing.changing(what, to=work.version + 1, or_nothing=True):
+        with self._version.changing(what, to=work.version + 1, or_nothing=True):
             begin_use(self._device)
             try:
                 with self._moments.on_device():
@@ -133,7 +131,7 @@ class ActorWorker:
     def gather_bucket(self, transport: str, index: int) -> Bucket | None:
         """Starts sending the next bucket of weights to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
-        self._standing.check("a weight sync")
+        self._version.check("a weight sync")
         sender = self._senders[transport]
         bucket = sender.gather(index)
         # GPU memory is freed only after the broadcast, which engines receive after this returns.
@@ -151,13 +149,13 @@ class ActorWorker:
         Raises Unanimous if the weights are not those of policy `version` or a rank could not write, RuntimeError if
         replicas of the parameters (HSDP) differ."""
         fault_point("actor.save")
-        self._standing.check("a checkpoint", version)
+        self._version.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._updater.scale, self._mesh, directory)
 
     def stage(self, version: int, *, export: bool) -> None:
         """Copies to host memory what `save` and, with `export`, `export_hf` write; raises as `save` does."""
         fault_point("actor.save")
-        self._standing.check("a checkpoint", version)
+        self._version.check("a checkpoint", version)
         scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # frees the memory of an abandoned snapshot first
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
@@ -173,7 +171,7 @@ class ActorWorker:
 
     def load(self, directory: str, version: int) -> None:
         """Reads what `save` wrote, on any number of ranks, and sets the policy version."""
-        with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
+        with self._version.changing(f"loading {directory}", to=version, or_nothing=False):
             self._optimizer.zero_grad()  # of an update that failed
             self._updater.scale.forget()
             state.load_state(self._policy, self._optimizer, self._updater.scale, directory)
@@ -182,7 +180,7 @@ class ActorWorker:
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
-        self._standing.check("an export")
+        self._version.check("an export")
         try:
             state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
         finally:

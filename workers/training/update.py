@@ -22,14 +22,21 @@ from dapo.own.loading import OwnFunction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
+from workers.training.collective_errors import Unanimous
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.forward.ulysses import gather_rows
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
-from workers.training.parity import check_parity
-from workers.training.scaling import LossScale
-from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
-from workers.training.unanimous import Unanimous
+from workers.training.optimizer import LossScale
+from workers.training.update_metrics import (
+    GRAD_NORM_SQUARED,
+    Totals,
+    check_parity,
+    gather,
+    metrics_of,
+    neutral_row,
+    row_of,
+)
 
 
 @torch.no_grad()

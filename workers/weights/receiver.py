@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.sandbox.kernel import die_with
-from workers.meeting import find_store
+from workers.rendezvous import find_store
 from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup
 from workers.weights.memory import Handle, open_shared, place

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.meeting import serve_store
+from workers.rendezvous import serve_store
 from workers.weights.bucket import Endpoint
 from workers.weights.group import SENDER, WeightGroup, give_up
 from workers.weights.memory import place, share, share_again

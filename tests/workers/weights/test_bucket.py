@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from workers.meeting import find_store, serve_store
+from workers.rendezvous import find_store, serve_store
 from workers.weights import bucket as weight_bucket
 from workers.weights.bucket import digest, plan_buckets
 from workers.weights.group import WeightGroup

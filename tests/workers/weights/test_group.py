@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workers.meeting import find_store, serve_store
+from workers.rendezvous import find_store, serve_store
 from workers.weights.group import BLOCKING_WAIT, WeightGroup
 from workers.weights.sender import WeightSender
 from workers.weights.transport import GroupTransport

@@ -29,6 +29,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config.actor import ModelConfig
 from dapo.state.manifest import DIGESTS, SHARDS_OF, leave_digests
+from workers.training.collective_errors import FilesError, OwnWork, files_error
 from workers.training.files.adapters import (
     IDENTITY_FILE,
     check_identity,
@@ -43,8 +44,7 @@ from workers.training.forward.policy import PackedPolicy
 from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
 from workers.training.lora import has_adapters
 from workers.training.mesh import Mesh
-from workers.training.scaling import LossScale
-from workers.training.unanimous import FilesError, OwnWork, files_error
+from workers.training.optimizer import LossScale
 
 EXPORT_FILE_BYTES = 4 << 30
 ADAPTER_FOLDER = "adapter"  # next to the model, transformers would apply the adapters again
