@@ -13,12 +13,11 @@ from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
 from dapo.report.watchdog import waiting
 from dapo.sampling.lending import Slots
-from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
+from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
-from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
+from workers.engines.requests import Prefix, RunningGroup, Unfinished, cut_off, give_up
 from workers.engines.slot import EngineSlot, Gpus
-from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
 
@@ -117,28 +116,19 @@ class RolloutPool:
     def serving(self) -> bool:
         return any(slot.serving for slot in self._slots)
 
-    async def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-        prefix: Prefix | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number. key: names the group for `abort`.
-        prefix: shared by requests that begin alike; they go to one engine as long as it serves. Another engine repeats
-        the unfinished responses of a lost engine, and resumes those that were put down."""
-        left = {number: Unfinished(seed=seed) for number, seed in enumerate(seeds)}
-        group = self._groups[key] = RunningGroup(left=left, background=background, prefix=prefix or Prefix())
+    async def generate(self, request: Request, prefix: Prefix | None = None) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses as they end, each with its number. prefix: shared by requests that begin alike; they go
+        to one engine as long as it serves. Another engine repeats the unfinished responses of a lost engine, and
+        resumes those that were put down."""
+        key, prompt = request.key, request.prompt
+        left = {number: Unfinished(seed=seed) for number, seed in enumerate(request.seeds)}
+        group = self._groups[key] = RunningGroup(left=left, background=request.background, prefix=prefix or Prefix())
         self._prompt = prompt
         try:
             while left and (slot := await self._slot(group)) is not None:
                 group.runs_on(slot)
                 try:
-                    async with aclosing(self._from(slot, key, prompt, sampling, left)) as parts:
+                    async with aclosing(self._from(slot, key, prompt, request.sampling, left)) as parts:
                         async for number, part in parts:
                             if (response := group.take(number, part)) is not None:
                                 self._fleet.observe(len(prompt), len(response.token_ids), response.seconds)

@@ -20,6 +20,7 @@ from dapo.bench.setting import bench_config, cluster, engine
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.sampling.stream import sampling_of
+from dapo.types import Request
 from workers.remote import wait
 from workers.rollout import RolloutPool
 
@@ -61,7 +62,7 @@ async def one_round(pool: RolloutPool, cfg: Config, count: int, number: int) -> 
     sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=count)
     before, began = await _spent(pool), time.monotonic()
     seeds = range(number * count, (number + 1) * count)
-    parts = pool.generate(f"host-{count}-{number}", PROMPT, sampling, seeds)
+    parts = pool.generate(Request(f"host-{count}-{number}", PROMPT, sampling, seeds))
     tokens = sum([len(response.token_ids) async for _, response in parts])
     took = time.monotonic() - began
     actor, engines = (after - former for after, former in zip(await _spent(pool), before, strict=True))

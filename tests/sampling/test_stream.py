@@ -13,7 +13,7 @@ from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.stream import GroupStream, scored_group
-from dapo.types import Cut, Draw
+from dapo.types import Cut, Draw, Request
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 from tests.support.faulty_pools import (
     PROMPTS,
@@ -62,7 +62,7 @@ class SignallingRewards(FakeRewards):
 
 
 async def group_of(rollouts, rewards, wanted=lambda: True, noted=lambda score: None):
-    responses = rollouts.generate("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n))
+    responses = rollouts.generate(Request("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n)))
     return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted, noted)
 
 

@@ -1,17 +1,78 @@
-"""Driver-side state of one group: where it is generated, and its unfinished responses with their parts so far. Joins
-the parts that engines return; responses of an unwanted group are returned incomplete."""
+"""Driver-side state of running groups: where each is generated, and its unfinished responses, which any engine can
+resume.
+
+    engine A ─ tokens, log-probabilities, versions ─▶ driver ─ prompt + tokens as one prompt, a fresh seed ─▶ engine B
+
+The parts of a response are joined into one `Response`. Every token occurs once, with the log-probability and version of
+the policy that sampled it. Responses of an unwanted group are returned incomplete.
+"""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dapo.types import Response
+import numpy as np
+
+from dapo.sampling.seeds import continued_seed
+from dapo.types import Response, VersionSpan
 from workers.engines.slot import EngineSlot
-from workers.engines.unfinished import Unfinished
+from workers.engines.worker import Start
 from workers.remote import RemoteError, WorkerLost, wait
+
+NOTHING = Response(
+    token_ids=np.zeros(0, dtype=np.int32),
+    rollout_logprobs=np.zeros(0, dtype=np.float32),
+    text="",
+    finish_reason="abort",
+    policy_versions=(),
+    engine=-1,
+    seconds=0.0,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Unfinished:
+    """A response that has not ended. seed: of its first token. so_far: its joined parts."""
+
+    seed: int
+    so_far: Response = NOTHING
+
+    def start(self) -> Start:
+        tokens = self.so_far.token_ids
+        return Start(token_ids=tokens, seed=continued_seed(self.seed, len(tokens)))
+
+    def add(self, part: Response) -> Response:
+        self.so_far = joined(self.so_far, part)
+        return self.so_far
+
+
+def joined(first: Response, then: Response) -> Response:
+    """Joins two parts of a response. `text`, finish reason and engine are those of the second part, whose `text` must
+    cover both. `seconds` is the sum of both, without the time between them."""
+    length = len(first.token_ids)
+    if not length:
+        return replace(then, seconds=first.seconds + then.seconds)
+    later = [replace(span, start=span.start + length, end=span.end + length) for span in then.policy_versions]
+    return replace(
+        then,
+        token_ids=np.concatenate([first.token_ids, then.token_ids]),
+        rollout_logprobs=np.concatenate([first.rollout_logprobs, then.rollout_logprobs]),
+        policy_versions=tuple(_merged([*first.policy_versions, *later])),
+        seconds=first.seconds + then.seconds,
+    )
+
+
+def _merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            span = replace(span, start=found.pop().start)
+        found.append(span)
+    return found
+
 
 _ending: set[asyncio.Task[None]] = set()  # asyncio holds only weak references to tasks
 PAUSE_S = 0.002  # before the first repeated abort
