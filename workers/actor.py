@@ -1,22 +1,22 @@
 """Trains the policy on FSDP2 ranks, with a driver-side pool that calls them all. Takes `TrainBatch`es with advantages
 and token weights; produces metrics, checkpoints, and full weights for the engines."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
-from dapo.allocator import check_allocator
 from dapo.config.schema import Config
 from dapo.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.faults.restarts import Restarts
+from dapo.node_environment import check_allocator
 from dapo.own.loading import Source, load, source_of
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.console import warn
@@ -27,7 +27,7 @@ from workers.training.batch_split import MicroBatches, RankWork, equal_at, known
 from workers.training.collective_errors import RankVersion, Refused
 from workers.training.files import state
 from workers.training.optimizer import Moments, build_optimizer
-from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
+from workers.training.processes import RankProcess, free_address, give_way, own_process
 from workers.training.ranks import Ranks, Submit
 from workers.training.update import NonFiniteError, Updater
 from workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
@@ -52,7 +52,11 @@ class ActorWorker:
 
     def read_file(self, path: str) -> tuple[str, str]:
         """Returns this node's address, and the file's text or why it cannot be read."""
-        return read_file(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            text = f"{type(error).__name__}: {error}"
+        return ray.util.get_node_ip_address(), text
 
     def free_address(self) -> tuple[str, int]:
         return free_address()
@@ -187,15 +191,6 @@ class ActorWorker:
             self._release()
 
 
-async def _check_written(directory: str, what: str) -> None:
-    """Raises RemoteError if this process does not see all files that the ranks have written."""
-    if missing := await asyncio.to_thread(state.missing_shards, directory):
-        raise RemoteError(
-            f"{what}: {', '.join(missing[:4])} ({len(missing)} in all) of the actors' files are not there, or cut "
-            "off; give a `trainer.output_dir` on a file system that all nodes share"
-        )
-
-
 class ActorPool:
     """Calls all FSDP ranks as one; each call has a configured deadline. Every method raises RemoteError if all ranks
     raised alike; then nothing has changed and work can go on. It raises ActorsLost if a rank died, did not answer, or
@@ -315,10 +310,8 @@ class ActorPool:
 
     async def save(self, directory: str, version: int) -> None:
         """Writes the state of policy `version` into `directory`. Raises RemoteError also if the weights are of another
-        version or the driver does not see a written file; ActorsLost also if parameter copies differ."""
-        what = f"saving {directory}"
-        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), what)
-        await _check_written(directory, what)
+        version, ActorsLost also if parameter copies differ."""
+        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), f"saving {directory}")
 
     async def stage(self, version: int, *, export: bool) -> None:
         """Copies the state of policy `version` to host memory, for one `write_staged`; with `export` also the whole
@@ -328,13 +321,11 @@ class ActorPool:
 
     async def write_staged(self, directory: str, export: str) -> None:
         """Writes the last staged copy; updates may run meanwhile. export: the directory of the export."""
-        what = f"saving {directory}"
         await self._checkpoint(
             lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export),
-            what,
+            f"saving {directory}",
             beside=True,
         )
-        await _check_written(directory, what)
 
     async def load(self, directory: str, version: int) -> None:
         """Reads a checkpoint of `save`, possibly of another number of ranks; sets the policy version."""

@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo.allocator import hands_over_memory
 from dapo.config.paths import checked_data, data_parts, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
+from dapo.derived import hands_over_memory
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION
 

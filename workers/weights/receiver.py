@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,15 +77,6 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int
     dtype: str
     digest: str  # of its bytes, computed by the sender
-
-
-class Source(Protocol):
-    """The engine's end of a transport."""
-
-    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
-        """Returns [num_bytes] uint8, valid until the next call."""
-
-    def close(self) -> None: ...
 
 
 class GroupSource:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dapo.doctor.checked.network import rdma_devices
 from dapo.doctor.finding import Finding, fault, ok, warning
-from dapo.interfaces import sockets_towards
+from dapo.node_environment import sockets_towards
 from dapo.plan.terms import size
 
 START_S, LIMIT_S = 60.0, 90.0  # timeouts: process group setup; the whole check

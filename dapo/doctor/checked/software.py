@@ -8,10 +8,10 @@ import sys
 
 from packaging.utils import canonicalize_name
 
-from dapo.allocator import REMEDY, expandable_segments
 from dapo.doctor.checked.devices import VISIBLE, seen_gpus, visible_gpus
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
+from dapo.node_environment import REMEDY, expandable_segments
 from dapo.plan.terms import size
 
 PYTHONS = ((3, 11), (3, 12))
