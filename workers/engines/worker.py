@@ -211,7 +211,6 @@ class RolloutWorker:
         if self._stirring:  # the update that woke its weights did not finish
             await self.leave_weights()
         await self._ask(self._engine.sleep(level))
-        await self._ask(self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2}))
         self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:

@@ -103,7 +103,7 @@ def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again() -> None:
     worker._asleep = worker._stirring = True
     for _ in range(2):
         asyncio.run(worker.sleep(2))
-    assert engine.asked == ["leave_weight_sync", "sleep", "free_host_memory"], "the second time it is asleep"
+    assert engine.asked == ["leave_weight_sync", "sleep"], "the second time it is asleep"
 
 
 def test_the_former_one_ends_and_the_latter_is_whole() -> None:
