@@ -253,7 +253,6 @@ class ActorPool:
         await self._load()
 
     async def until_lost(self) -> str:
-        """Waits until the ranks are lost and returns why. Detects this also while no call runs."""
         return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
 
     async def update(self, batch: TrainBatch) -> Updated:
@@ -281,14 +280,13 @@ class ActorPool:
         return replace(updated[0], metrics=updated[0].metrics | metrics)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=True)
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=False)
 
     async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
+        """Returns log-probabilities of the response tokens, [R] per sequence, in order."""
         shares, in_order = split_sequences(sequences, *self._bounds)
         works = [ray.put(share) for share in shares]
         results = await self._ranks.call(
@@ -300,7 +298,6 @@ class ActorPool:
         return in_order(results[:: self._sequence_parallel])
 
     async def check_shared(self, path: str, content: str) -> None:
-        """Raises RemoteError unless all ranks read `content` in the file that the driver wrote."""
         answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")
         if others := {f"{host} ({text[:200]})": None for host, text in answers if text != content}:
             raise RemoteError(
@@ -314,13 +311,11 @@ class ActorPool:
         await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), f"saving {directory}")
 
     async def stage(self, version: int, *, export: bool) -> None:
-        """Copies the state of policy `version` to host memory, for one `write_staged`; with `export` also the whole
-        model, on rank 0. Raises as `save` does."""
+        """As the protocol says; the whole model is on rank 0. Raises as `save` does."""
         what = f"copying policy version {version} to host memory"
         await self._checkpoint(lambda _, worker: worker.stage.remote(version, export=export), what)
 
     async def write_staged(self, directory: str, export: str) -> None:
-        """Writes the last staged copy; updates may run meanwhile. export: the directory of the export."""
         await self._checkpoint(
             lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export),
             f"saving {directory}",
@@ -328,7 +323,6 @@ class ActorPool:
         )
 
     async def load(self, directory: str, version: int) -> None:
-        """Reads a checkpoint of `save`, possibly of another number of ranks; sets the policy version."""
         await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
 
     async def export_hf(self, directory: str) -> None:
@@ -344,7 +338,6 @@ class ActorPool:
         return opened[0][0], [endpoint for _, endpoint in opened]
 
     async def join_weights(self, transport: str, num_receivers: int) -> None:
-        """Connects the ranks to the engines' processes."""
         join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
         await self._weights(join, "meeting the engines for the weight sync")
 
@@ -367,5 +360,4 @@ class ActorPool:
         return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
 
     def close(self) -> None:
-        """Kills the ranks; their state is on disk or on the driver."""
         self._ranks.kill()

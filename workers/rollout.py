@@ -66,7 +66,6 @@ class RolloutPool:
         self._processes = gpus_per_engine(engine_args)
 
     def lap(self) -> dict[str, float]:
-        """Returns metrics of the engines since the last lap; see `Keeper.lap`."""
         return self.keeper.lap(self._processes if self._on_gpus else 0)
 
     @property

@@ -41,8 +41,8 @@ class StaircaseRollouts(FakeRollouts):
         self.scored = asyncio.Event()
         self.aborted_responses = aborted
 
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        for sample in reversed(range(sampling.n)):
+    async def generate(self, request):
+        for sample in reversed(range(request.sampling.n)):
             reason = "abort" if sample < self.aborted_responses else "stop"
             self.scored.clear()
             yield sample, make_response(3 + sample, reason)
@@ -250,9 +250,9 @@ def test_a_source_has_the_cap_of_its_own():
     seen: dict[int, int] = {}
 
     class Noting(FakeRollouts):
-        async def generate(self, key, prompt, sampling, seeds, **how):
-            seen[int(key.partition("-d")[2])] = sampling.max_tokens
-            async for each in super().generate(key, prompt, sampling, seeds, **how):
+        async def generate(self, request):
+            seen[int(request.key.partition("-d")[2])] = request.sampling.max_tokens
+            async for each in super().generate(request):
                 yield each
 
     prompts = [replace(prompt, entry="short" if prompt.id % 2 else "long") for prompt in PROMPTS]

@@ -106,7 +106,6 @@ class Ranks:
         return self.lost
 
     async def find_processes(self, timeout_s: float, key: str) -> None:
-        """Gets the process of every rank, which `restart` needs."""
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
@@ -131,7 +130,6 @@ class Ranks:
         self.restarts += 1
 
     def kill(self) -> None:
-        """Kills the ranks; a restart needs only what is on disk or on the driver."""
         for worker in self.workers:
             ray.kill(worker)
 

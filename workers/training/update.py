@@ -132,7 +132,9 @@ class Updater:
         skipped: list[int] = []
         empty, overflowed, stop = 0, 0, ""
         for step, k in enumerate(order):
-            lr = self._set_learning_rate(version, step)
+            lr = self._learning_rate(version, step)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
             totals = self._forward_backward(
                 batches[k],
                 None if old is None else old[k],
@@ -179,12 +181,6 @@ class Updater:
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         shared = shares_prompts(self._cfg)
         return collate(sequences, self._device, self._mesh.sequence_parallel, share_prompts=shared)
-
-    def _set_learning_rate(self, version: int, step: int) -> float:
-        lr = self._learning_rate(version, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
 
     @torch.no_grad()
     def _before(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:

@@ -172,10 +172,10 @@ class Watched(RolloutPool):
         self.__dict__ |= pool.__dict__
         self.given: dict[str, list[Response]] = {}
 
-    async def generate(self, key, *args, **kwargs):
-        self.given[key] = []
-        async for number, response in super().generate(key, *args, **kwargs):
-            self.given[key].append(response)
+    async def generate(self, request, prefix=None):
+        self.given[request.key] = []
+        async for number, response in super().generate(request, prefix):
+            self.given[request.key].append(response)
             yield number, response
 
 
