@@ -24,7 +24,7 @@ from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
 from workers.training.batch_split import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
-from workers.training.collective_errors import RankVersion, Refused
+from workers.training.collective_errors import RankVersion
 from workers.training.files import state
 from workers.training.optimizer import Moments, build_optimizer
 from workers.training.processes import RankProcess, free_address, give_way, own_process
@@ -88,7 +88,7 @@ class ActorWorker:
         reference = fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
         own_loss = None if self._own_loss is None else load(self._own_loss)
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh, own_loss)
-        self._has_reference, self._version = reference is not None, RankVersion()
+        self._version = RankVersion()
         self._senders: dict[str, WeightSender] = {}  # by transport
 
     def update(self, work: RankWork) -> Updated:
@@ -108,8 +108,6 @@ class ActorWorker:
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
         """Returns [R] for every sequence, by the policy or the reference policy, in the order of the micro-batches."""
-        if reference and not self._has_reference:
-            raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
         try:
             return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
@@ -311,7 +309,7 @@ class ActorPool:
         await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), f"saving {directory}")
 
     async def stage(self, version: int, *, export: bool) -> None:
-        """As the protocol says; the whole model is on rank 0. Raises as `save` does."""
+        """Copies the state for one `write_staged`; a model to export is on rank 0. Raises as `save` does."""
         what = f"copying policy version {version} to host memory"
         await self._checkpoint(lambda _, worker: worker.stage.remote(version, export=export), what)
 

@@ -21,7 +21,7 @@ def worker(monkeypatch):
         return lambda *given, **named: events.append(name)
 
     found = ActorWorker(Config(), "cuda")
-    found._version, found._has_reference = RankVersion(), True
+    found._version = RankVersion()
     found._policy = found._mesh = None
     found._optimizer = SimpleNamespace(zero_grad=lambda: None)
     found._moments = SimpleNamespace(to_host=note("moments to the host"))
