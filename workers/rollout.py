@@ -16,7 +16,7 @@ from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.keeper import Keeper
-from workers.engines.requests import Prefix, RunningGroup, Unfinished, cut_off, give_up
+from workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
 from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
@@ -140,7 +140,7 @@ class RolloutPool:
         finally:
             del self._groups[key]
             if group.home is not None:  # the caller stopped early
-                give_up(key, *group.home, self._cfg.timeout_s)
+                abort_in_background(key, *group.home, self._cfg.timeout_s)
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
         """Waits for a serving engine; None if the group is aborted. Background groups avoid lent engines, which may
@@ -190,7 +190,7 @@ class RolloutPool:
             if group := self._groups.get(key):
                 group.aborted = True
         self.keeper.notify()
-        await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
+        await abort_all(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
     async def put_down(self) -> None:
         """Aborts all responses on engines that share GPUs, and keeps their tokens on the driver; returns when none
@@ -203,7 +203,7 @@ class RolloutPool:
         there = lambda group: group.home is not None and group.home[0] in resting  # noqa: E731
         for group in filter(there, self._groups.values()):
             group.put_down = True
-        await cut_off(
+        await abort_all(
             self._groups, lambda: {key for key, each in self._groups.items() if there(each)}, self._cfg.timeout_s
         )
 

@@ -118,7 +118,9 @@ class RunningGroup:
         return rest
 
 
-async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Collection[str]], timeout_s: float) -> None:
+async def abort_all(
+    groups: Mapping[str, RunningGroup], running: Callable[[], Collection[str]], timeout_s: float
+) -> None:
     """Aborts groups on their engines until `running` returns no key. Repeats the aborts, because an engine ignores an
     abort of a request that has not reached it yet. Raises RemoteError if some still run after `timeout_s`
     (`rollout.timeout_s`)."""
@@ -129,25 +131,23 @@ async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Coll
         for key in keys:
             if home := groups[key].home:
                 homes[home].append(key)
-        await asyncio.gather(*[_abort_on(slot, worker, here, timeout_s) for (slot, worker), here in homes.items()])
+        calls = [(slot, worker.abort.remote(here)) for (slot, worker), here in homes.items()]
+        # With a lost engine its requests have ended.
+        await asyncio.gather(*[_ended(slot, call, timeout_s, WorkerLost) for slot, call in calls])
         if asyncio.get_running_loop().time() > deadline:
             raise RemoteError(f"the engines did not end {sorted(keys)} within {timeout_s:g} s (`rollout.timeout_s`)")
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.2)
 
 
-def give_up(key: str, slot: EngineSlot, worker: Any, timeout_s: float) -> None:
+def abort_in_background(key: str, slot: EngineSlot, worker: Any, timeout_s: float) -> None:
     """Aborts, in the background, a group that nobody waits for any more. The call is sent at once, so that a group that
     is started again under the same key comes after it."""
-    task = asyncio.ensure_future(_asked(slot, worker.abort.remote([key]), timeout_s, suppress(RemoteError)))
+    task = asyncio.ensure_future(_ended(slot, worker.abort.remote([key]), timeout_s, RemoteError))
     _ending.add(task)
     task.add_done_callback(_ending.discard)
 
 
-async def _abort_on(slot: EngineSlot, worker: Any, keys: list[str], timeout_s: float) -> None:
-    await _asked(slot, worker.abort.remote(keys), timeout_s, suppress(WorkerLost))  # its requests have ended with it
-
-
-async def _asked(slot: EngineSlot, answer: Any, timeout_s: float, allowed: suppress) -> None:
-    with allowed:
-        await wait([answer], timeout_s, slot.member("to end groups"), "rollout.timeout_s")
+async def _ended(slot: EngineSlot, call: Any, timeout_s: float, allowed: type[RemoteError]) -> None:
+    with suppress(allowed):
+        await wait([call], timeout_s, slot.member("to end groups"), "rollout.timeout_s")
