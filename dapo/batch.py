@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo.advantage import decoupled_advantages, group_advantages, reinforce_plus_plus_advantages, rloo_advantages
+from dapo.config.algorithm import ADVANTAGES
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.own.calls import own_advantages, own_token_weights
@@ -68,7 +69,7 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
 
 
 def _advantages(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> Tensor:
-    """Returns [G, n]. rewards: [G, n], NaN for an unscorable response and for padding."""
+    """Returns [G, n], by one of `ADVANTAGES`. rewards: [G, n], NaN for an unscorable response and for padding."""
     function, by_std = cfg.algorithm.advantage.function, cfg.algorithm.advantage.normalize_by_std
     match function:
         case "group":
@@ -126,7 +127,8 @@ def has_signal(group: Group, cfg: Config) -> bool:
     the group alone, a scored response is enough."""
     if not cfg.reward.overlong_filtering.enable:
         return True
-    if cfg.algorithm.advantage.function in ("group", "rloo", "gdpo"):
+    function = ADVANTAGES.get(cfg.algorithm.advantage.function)
+    if function is not None and function.by_group:
         (values,) = advantages_of([group], cfg)
     else:
         values = [float(not math.isnan(score.reward)) for score in group.scores]

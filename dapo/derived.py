@@ -24,6 +24,11 @@ def resolve_transport(cfg: Config) -> str:
     return "ipc" if shares_gpus(cfg) and not lends(cfg) else "broadcast"
 
 
+def hands_over_memory(cfg: Config) -> bool:
+    """Whether ranks pass weights to engines through GPU memory."""
+    return cfg.trainer.only == "both" and (lends(cfg) or resolve_transport(cfg) == LENT_TRANSPORT)
+
+
 def shares_gpus(cfg: Config) -> bool:
     """Whether engines and actors are on the same GPUs (`trainer.colocate`)."""
     return cfg.trainer.colocate != "none"

@@ -9,7 +9,7 @@ from typing import Protocol
 import psutil
 
 from dapo.measure.usage import RankUse, resident_bytes
-from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
+from dapo.types import Float32Array, Prompt, Request, Response, Score, TrainBatch, TrainSequence
 
 
 class RolloutPool(Protocol):
@@ -28,18 +28,8 @@ class RolloutPool(Protocol):
     def serving(self) -> bool:
         """Whether an engine serves now; otherwise a group would wait for one to restart."""
 
-    def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields (number, response) as the responses to one prompt end; response number k has `seeds[k]`. problem: the
-        record that the prompt belongs to, for the rollout function if there is one."""
+    def generate(self, request: Request) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields (number, response) as the responses end; response number k has `request.seeds[k]`."""
 
     def tokens_per_s(self) -> float:
         """Returns the recent generation speed of the engines, as last reported."""

@@ -3,6 +3,7 @@ a later type. Token arrays are numpy, because a step of 512 x 16 responses pickl
 as lists."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,20 @@ class Sampling:
     max_tokens: int
     stop: tuple[str, ...] = ()
     logprobs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A group of responses to one prompt. Made by `dapo.sampling` and `dapo.evaluate`, consumed by the engine pool's
+    `generate`. key: names the group for `abort`. prompt: [P]. seeds: of each response. background: it gives way to
+    other groups. problem: the record that the prompt belongs to, for the rollout function if there is one."""
+
+    key: str
+    prompt: Int32Array
+    sampling: Sampling
+    seeds: Sequence[int]
+    background: bool = False
+    problem: Prompt | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.derived import device_of
-from dapo.interfaces import GLOO, NCCL, NCCL_FAMILY, sockets_towards
+from dapo.node_environment import GLOO, NCCL, NCCL_FAMILY, sockets_towards
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from tests.support.faulty_pools import turns
 class CutOffRollouts(FakeRollouts):
     """Every response of an odd draw runs into the cap."""
 
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        reason = "length" if int(key.partition("-d")[2]) % 2 else "stop"
-        async for sample, response in super().generate(key, prompt, sampling, seeds):
+    async def generate(self, request):
+        reason = "length" if int(request.key.partition("-d")[2]) % 2 else "stop"
+        async for sample, response in super().generate(request):
             yield sample, replace(response, finish_reason=reason)
 
 

@@ -1,38 +1,36 @@
 """Trains the policy on FSDP2 ranks, with a driver-side pool that calls them all. Takes `TrainBatch`es with advantages
 and token weights; produces metrics, checkpoints, and full weights for the engines."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
-from dapo.allocator import check_allocator
 from dapo.config.schema import Config
 from dapo.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.faults.restarts import Restarts
+from dapo.node_environment import check_allocator
 from dapo.own.loading import Source, load, source_of
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.console import warn
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
+from workers.training.batch_split import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
+from workers.training.collective_errors import RankVersion
 from workers.training.files import state
-from workers.training.moments import Moments
-from workers.training.parity import WeightParityError
-from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
+from workers.training.optimizer import Moments, build_optimizer
+from workers.training.processes import RankProcess, free_address, give_way, own_process
 from workers.training.ranks import Ranks, Submit
-from workers.training.standing import Standing
-from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
-from workers.training.use import begin_use, end_use, rank_metrics
-from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
+from workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
@@ -54,7 +52,11 @@ class ActorWorker:
 
     def read_file(self, path: str) -> tuple[str, str]:
         """Returns this node's address, and the file's text or why it cannot be read."""
-        return read_file(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            text = f"{type(error).__name__}: {error}"
+        return ray.util.get_node_ip_address(), text
 
     def free_address(self) -> tuple[str, int]:
         return free_address()
@@ -80,22 +82,22 @@ class ActorWorker:
         )
         self._policy = fsdp.load_policy(cfg, self._mesh)
         self._release = partial(fsdp.release, self._policy, cfg, self._mesh)  # to an engine on the same GPU
-        self._optimizer = fsdp.build_optimizer(self._policy, cfg)
+        self._optimizer = build_optimizer(self._policy, cfg)
         self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
         kl = cfg.algorithm.kl
         reference = fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
         own_loss = None if self._own_loss is None else load(self._own_loss)
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh, own_loss)
-        self._has_reference, self._standing = reference is not None, Standing()
+        self._version = RankVersion()
         self._senders: dict[str, WeightSender] = {}  # by transport
 
     def update(self, work: RankWork) -> Updated:
         """Trains on this rank's share, which advances the policy version by one. Metrics are over all ranks. Raises
         Unanimous with nothing changed; after any other error the state must not be saved."""
         fault_point("actor.update")
-        self._standing.check("an update", work.version)
+        self._version.check("an update", work.version)
         what = f"the update from policy version {work.version}"
-        with self._standing.changing(what, to=work.version + 1, or_nothing=True):
+        with self._version.changing(what, to=work.version + 1, or_nothing=True):
             begin_use(self._device)
             try:
                 with self._moments.on_device():
@@ -106,8 +108,6 @@ class ActorWorker:
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
         """Returns [R] for every sequence, by the policy or the reference policy, in the order of the micro-batches."""
-        if reference and not self._has_reference:
-            raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
         try:
             return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
@@ -133,7 +133,7 @@ class ActorWorker:
     def gather_bucket(self, transport: str, index: int) -> Bucket | None:
         """Starts sending the next bucket of weights to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
-        self._standing.check("a weight sync")
+        self._version.check("a weight sync")
         sender = self._senders[transport]
         bucket = sender.gather(index)
         # GPU memory is freed only after the broadcast, which engines receive after this returns.
@@ -151,13 +151,13 @@ class ActorWorker:
         Raises Unanimous if the weights are not those of policy `version` or a rank could not write, RuntimeError if
         replicas of the parameters (HSDP) differ."""
         fault_point("actor.save")
-        self._standing.check("a checkpoint", version)
+        self._version.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._updater.scale, self._mesh, directory)
 
     def stage(self, version: int, *, export: bool) -> None:
         """Copies to host memory what `save` and, with `export`, `export_hf` write; raises as `save` does."""
         fault_point("actor.save")
-        self._standing.check("a checkpoint", version)
+        self._version.check("a checkpoint", version)
         scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # frees the memory of an abandoned snapshot first
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
@@ -173,7 +173,7 @@ class ActorWorker:
 
     def load(self, directory: str, version: int) -> None:
         """Reads what `save` wrote, on any number of ranks, and sets the policy version."""
-        with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
+        with self._version.changing(f"loading {directory}", to=version, or_nothing=False):
             self._optimizer.zero_grad()  # of an update that failed
             self._updater.scale.forget()
             state.load_state(self._policy, self._optimizer, self._updater.scale, directory)
@@ -182,20 +182,11 @@ class ActorWorker:
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
-        self._standing.check("an export")
+        self._version.check("an export")
         try:
             state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
         finally:
             self._release()
-
-
-async def _check_written(directory: str, what: str) -> None:
-    """Raises RemoteError if this process does not see all files that the ranks have written."""
-    if missing := await asyncio.to_thread(state.missing_shards, directory):
-        raise RemoteError(
-            f"{what}: {', '.join(missing[:4])} ({len(missing)} in all) of the actors' files are not there, or cut "
-            "off; give a `trainer.output_dir` on a file system that all nodes share"
-        )
 
 
 class ActorPool:
@@ -267,7 +258,6 @@ class ActorPool:
         await self._load()
 
     async def until_lost(self) -> str:
-        """Waits until the ranks are lost and returns why. Detects this also while no call runs."""
         return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
 
     async def update(self, batch: TrainBatch) -> Updated:
@@ -295,14 +285,13 @@ class ActorPool:
         return replace(updated[0], metrics=updated[0].metrics | metrics)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=True)
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Returns the policy's log-probabilities of the response tokens, [R] per sequence, in order."""
         return await self._logprobs(sequences, reference=False)
 
     async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
+        """Returns log-probabilities of the response tokens, [R] per sequence, in order."""
         shares, in_order = split_sequences(sequences, *self._bounds)
         works = [ray.put(share) for share in shares]
         results = await self._ranks.call(
@@ -314,7 +303,6 @@ class ActorPool:
         return in_order(results[:: self._sequence_parallel])
 
     async def check_shared(self, path: str, content: str) -> None:
-        """Raises RemoteError unless all ranks read `content` in the file that the driver wrote."""
         answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")
         if others := {f"{host} ({text[:200]})": None for host, text in answers if text != content}:
             raise RemoteError(
@@ -324,29 +312,22 @@ class ActorPool:
 
     async def save(self, directory: str, version: int) -> None:
         """Writes the state of policy `version` into `directory`. Raises RemoteError also if the weights are of another
-        version or the driver does not see a written file; ActorsLost also if parameter copies differ."""
-        what = f"saving {directory}"
-        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), what)
-        await _check_written(directory, what)
+        version, ActorsLost also if parameter copies differ."""
+        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), f"saving {directory}")
 
     async def stage(self, version: int, *, export: bool) -> None:
-        """Copies the state of policy `version` to host memory, for one `write_staged`; with `export` also the whole
-        model, on rank 0. Raises as `save` does."""
+        """Copies the state for one `write_staged`; a model to export is on rank 0. Raises as `save` does."""
         what = f"copying policy version {version} to host memory"
         await self._checkpoint(lambda _, worker: worker.stage.remote(version, export=export), what)
 
     async def write_staged(self, directory: str, export: str) -> None:
-        """Writes the last staged copy; updates may run meanwhile. export: the directory of the export."""
-        what = f"saving {directory}"
         await self._checkpoint(
             lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export),
-            what,
+            f"saving {directory}",
             beside=True,
         )
-        await _check_written(directory, what)
 
     async def load(self, directory: str, version: int) -> None:
-        """Reads a checkpoint of `save`, possibly of another number of ranks; sets the policy version."""
         await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
 
     async def export_hf(self, directory: str) -> None:
@@ -362,7 +343,6 @@ class ActorPool:
         return opened[0][0], [endpoint for _, endpoint in opened]
 
     async def join_weights(self, transport: str, num_receivers: int) -> None:
-        """Connects the ranks to the engines' processes."""
         join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
         await self._weights(join, "meeting the engines for the weight sync")
 
@@ -385,5 +365,4 @@ class ActorPool:
         return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
 
     def close(self) -> None:
-        """Kills the ranks; their state is on disk or on the driver."""
         self._ranks.kill()

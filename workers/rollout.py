@@ -13,12 +13,11 @@ from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
 from dapo.report.watchdog import waiting
 from dapo.sampling.lending import Slots
-from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
+from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
-from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
+from workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
 from workers.engines.slot import EngineSlot, Gpus
-from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
 
@@ -78,7 +77,6 @@ class RolloutPool:
             await self._give_weights(number)
 
     def lap(self) -> dict[str, float]:
-        """Returns metrics of the engines since the last lap; see `Keeper.lap`."""
         return self.keeper.lap(self._processes if self._on_gpus else 0)
 
     @property
@@ -128,28 +126,19 @@ class RolloutPool:
     def serving(self) -> bool:
         return any(slot.serving for slot in self._slots)
 
-    async def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-        prefix: Prefix | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number. key: names the group for `abort`.
-        prefix: shared by requests that begin alike; they go to one engine as long as it serves. Another engine repeats
-        the unfinished responses of a lost engine, and resumes those that were put down."""
-        left = {number: Unfinished(seed=seed) for number, seed in enumerate(seeds)}
-        group = self._groups[key] = RunningGroup(left=left, background=background, prefix=prefix or Prefix())
+    async def generate(self, request: Request, prefix: Prefix | None = None) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses as they end, each with its number. prefix: shared by requests that begin alike; they go
+        to one engine as long as it serves. Another engine repeats the unfinished responses of a lost engine, and
+        resumes those that were put down."""
+        key, prompt = request.key, request.prompt
+        left = {number: Unfinished(seed=seed) for number, seed in enumerate(request.seeds)}
+        group = self._groups[key] = RunningGroup(left=left, background=request.background, prefix=prefix or Prefix())
         self._prompt = prompt
         try:
             while left and (slot := await self._slot(group)) is not None:
                 group.runs_on(slot)
                 try:
-                    async with aclosing(self._from(slot, key, prompt, sampling, left)) as parts:
+                    async with aclosing(self._from(slot, key, prompt, request.sampling, left)) as parts:
                         async for number, part in parts:
                             if (response := group.take(number, part)) is not None:
                                 self._fleet.observe(len(prompt), len(response.token_ids), response.seconds)
@@ -162,7 +151,7 @@ class RolloutPool:
         finally:
             del self._groups[key]
             if group.home is not None:  # the caller stopped early
-                give_up(key, *group.home, self._cfg.timeout_s)
+                abort_in_background(key, *group.home, self._cfg.timeout_s)
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
         """Waits for a serving engine; None if the group is aborted. Background groups avoid lent engines, which may
@@ -212,7 +201,7 @@ class RolloutPool:
             if group := self._groups.get(key):
                 group.aborted = True
         self.keeper.notify()
-        await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
+        await abort_all(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
     async def put_down(self) -> None:
         """Aborts all responses on engines that share GPUs, and keeps their tokens on the driver; returns when none
@@ -225,7 +214,7 @@ class RolloutPool:
         there = lambda group: group.home is not None and group.home[0] in resting  # noqa: E731
         for group in filter(there, self._groups.values()):
             group.put_down = True
-        await cut_off(
+        await abort_all(
             self._groups, lambda: {key for key, each in self._groups.items() if there(each)}, self._cfg.timeout_s
         )
 

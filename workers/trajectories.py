@@ -9,7 +9,7 @@ first turn with the same seeds; then its response is unscorable. The loss of a w
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
 from dapo.turns.protocol import Ask, Generated, Trajectory
-from dapo.types import Int32Array, Prompt, Response, Sampling
-from workers.engines.group import Prefix
+from dapo.types import Int32Array, Prompt, Request, Response, Sampling
+from workers.engines.requests import Prefix
 from workers.remote import RemoteError
 from workers.turns.fleet import TurnFleet, TurnLost, WorkerGone
 from workers.turns.held import Held
@@ -31,17 +31,7 @@ MAX_BEYOND_CAP = 16  # requests of one call after its response has reached its l
 
 
 class Engines(RolloutPool, Protocol):
-    def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-        prefix: Prefix | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]: ...
+    def generate(self, request: Request, prefix: Prefix | None = None) -> AsyncGenerator[tuple[int, Response]]: ...
 
 
 class Aborted(Exception): ...
@@ -95,22 +85,14 @@ class TrajectoryPool:
         """Returns metrics of the engines since the last lap, and the total replacements of function workers."""
         return self._engines.lap() | {"perf/restarted_function_workers": float(self._functions.respawned)}
 
-    async def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to `problem` as they end, each with its number; response number k uses `seeds[k]`."""
+    async def generate(self, request: Request) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses to `request.problem` as they end, each with its number."""
+        key, problem = request.key, request.problem
         assert problem is not None, "a function answers a problem and not tokens"
-        group = self._groups[key] = _Group(background=background)
+        group = self._groups[key] = _Group(background=request.background)
         tasks = {
-            asyncio.ensure_future(self._response(group, f"{key}-t{number}", problem, sampling, seed)): number
-            for number, seed in enumerate(seeds)
+            asyncio.ensure_future(self._response(group, f"{key}-t{number}", problem, request.sampling, seed)): number
+            for number, seed in enumerate(request.seeds)
         }
         try:
             while tasks:
@@ -196,9 +178,8 @@ class TrajectoryPool:
         seeds = [continued_seed(seed, held.length)]
         group.running.add(key)
         try:
-            ids, background = held.all_ids(prompt), group.background
-            parts = self._engines.generate(key, ids, how, seeds, background=background, prefix=group.prefix)
-            async with aclosing(parts):
+            request = Request(key, held.all_ids(prompt), how, seeds, group.background)
+            async with aclosing(self._engines.generate(request, group.prefix)) as parts:
                 [(_, part)] = [each async for each in parts]
         finally:
             group.running.discard(key)

@@ -15,6 +15,7 @@ import psutil
 from dapo.bench.setting import TIMEOUT_S, cluster, engine, of_models, one_device_config
 from dapo.config.schema import Config
 from dapo.sampling.stream import sampling_of
+from dapo.types import Request
 from workers.remote import wait
 from workers.rollout import RolloutPool
 
@@ -55,7 +56,7 @@ async def one_round(pool: RolloutPool, cfg: Config, count: int, number: int) -> 
     sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=count)
     before, began = await _spent(pool), time.monotonic()
     seeds = range(number * count, (number + 1) * count)
-    parts = pool.generate(f"host-{count}-{number}", PROMPT, sampling, seeds)
+    parts = pool.generate(Request(f"host-{count}-{number}", PROMPT, sampling, seeds))
     tokens = sum([len(response.token_ids) async for _, response in parts])
     took = time.monotonic() - began
     actor, engines = (after - former for after, former in zip(await _spent(pool), before, strict=True))

@@ -20,9 +20,9 @@ from dapo.bench.update import BareRank
 from dapo.config.schema import Config
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
-from dapo.types import Int32Array, Response, Sampling, TrainBatch
+from dapo.types import Request, Response, TrainBatch
 from workers.actor import split_batch
-from workers.engines.unfinished import Unfinished
+from workers.engines.requests import Unfinished
 from workers.remote import wait
 from workers.rollout import RolloutPool as Engines
 
@@ -32,8 +32,6 @@ WARM_UP = 2  # steps before the measured ones
 SECONDS = ("step", "generation", "reward", "update", "sync", "driver", "engine alone", "bare update")
 SPEEDS = {"generation_tokens_per_s": "generation tokens/s", "update_tokens_per_s": "update response tokens/s"}
 
-Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, sampling, seeds
-
 
 class RecordingRollouts(Recording):
     """Records the requests of the current step."""
@@ -42,11 +40,9 @@ class RecordingRollouts(Recording):
         super().__init__(pool)
         self.requests: dict[str, Request] = {}
 
-    def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], **options: Any
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        self.requests[key] = (prompt, sampling, seeds)
-        return self._pool.generate(key, prompt, sampling, seeds, **options)
+    def generate(self, request: Request) -> AsyncGenerator[tuple[int, Response]]:
+        self.requests[request.key] = request
+        return self._pool.generate(request)
 
     async def abort(self, keys: list[str]) -> None:
         """Drops aborted requests from the record, because the step did not need them."""
@@ -72,9 +68,9 @@ def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
     async def generate() -> float:
         began = time.monotonic()
         responses = [
-            worker._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, Unfinished(seed=seed).start())
-            for i, (prompt, sampling, seeds) in enumerate(requests)
-            for sample, seed in enumerate(seeds)
+            worker._generate_one(f"alone-{i}-{k}", each.prompt.tolist(), each.sampling, Unfinished(seed=seed).start())
+            for i, each in enumerate(requests)
+            for k, seed in enumerate(each.seeds)
         ]
         await asyncio.gather(*responses)
         return time.monotonic() - began

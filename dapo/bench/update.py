@@ -110,7 +110,7 @@ class HandWrittenRank:
 
 def seconds_of(worker: ActorWorker, work: RankWork) -> float:
     """Runs on an actor rank: returns the seconds of one update within its process, at its current version."""
-    work = replace(work, version=worker._standing.version)
+    work = replace(work, version=worker._version.version)
     began = time.perf_counter()
     worker.update(work)
     return time.perf_counter() - began

@@ -13,7 +13,30 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 POLICY_LOSSES = ("clip", "gspo", "cispo")
-ADVANTAGES = ("group", "rloo", "reinforce_plus_plus", "gdpo")
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """A built-in advantage function (`dapo.batch` calls it). text: what a response is compared with. by_group: whether
+    it depends on the response's own group alone."""
+
+    text: str
+    by_group: bool
+
+
+ADVANTAGES = {
+    "group": Advantage("the mean of its group (Eq. 9)", by_group=True),
+    "rloo": Advantage("the mean of the others in it (arXiv 2402.14740)", by_group=True),
+    "reinforce_plus_plus": Advantage(
+        "the mean over all tokens of the batch, in their standard deviations (arXiv 2501.03262; its version with a "
+        "baseline per prompt is `group` with `normalize_by_std=false` and `whiten=true`)",
+        by_group=False,
+    ),
+    "gdpo": Advantage(
+        "the mean of its group in every part of the reward by itself (arXiv 2601.05242, with `whiten=true`)",
+        by_group=True,
+    ),
+}
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTION_MODES = ("none", "truncate", "mask")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
@@ -25,13 +48,11 @@ class AdvantageConfig:
     """Group-relative advantages (Eq. 9) compare a response with the others of its prompt."""
 
     function: str = one_of_or_own(
-        ADVANTAGES,
+        tuple(ADVANTAGES),
         "group",
-        "what a response is compared with: `group`, the mean of its group (Eq. 9); `rloo`, the mean of the others in "
-        "it (arXiv 2402.14740); `reinforce_plus_plus`, the mean over all tokens of the batch, in their standard "
-        "deviations (arXiv 2501.03262; its version with a baseline per prompt is `group` with "
-        "`normalize_by_std=false` and `whiten=true`); `gdpo`, the mean of its group in every part of the reward by "
-        "itself (arXiv 2601.05242, with `whiten=true`); or a function of your own (dapo/own/README.md)",
+        "what a response is compared with: "
+        + "; ".join(f"`{name}`, {each.text}" for name, each in ADVANTAGES.items())
+        + "; or a function of your own (dapo/own/README.md)",
         verl="algorithm.adv_estimator",
         trl="multi_objective_aggregation",
     )

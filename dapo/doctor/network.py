@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dapo.doctor.software import MAX_NAMED, seen_gpus
 from dapo.doctor.subject import Finding, Question, fault, ok, warning
-from dapo.interfaces import sockets_towards
+from dapo.node_environment import sockets_towards
 from dapo.plan.terms import size
 
 DEVICES, FILES = Path("/sys/class/infiniband"), Path("/dev/infiniband")

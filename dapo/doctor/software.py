@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 
 from packaging.utils import canonicalize_name
 
-from dapo.allocator import REMEDY, expandable_segments
 from dapo.doctor.subject import Finding, Question, fault, ok, warning
+from dapo.node_environment import REMEDY, expandable_segments
 from dapo.plan.terms import size
 
 PYTHONS = ((3, 11), (3, 12))

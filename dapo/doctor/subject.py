@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from dapo.allocator import hands_over_memory
 from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_config, shape_of
 from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
-from dapo.derived import device_of
+from dapo.derived import device_of, hands_over_memory
 from dapo.plan.actor import ActorMemory
 from dapo.plan.terms import together
 from dapo.rewards.calling.by_entry import section_of, source_functions

@@ -19,7 +19,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, sampling_of, scored_group
-from dapo.types import Cut, Draw, Group, HeldOut, Prompt
+from dapo.types import Cut, Draw, Group, HeldOut, Prompt, Request
 
 PART = 8  # samples per request: few enough to fit into free slots, enough to be worth a request
 
@@ -137,7 +137,8 @@ class Evaluation:
         prompt, aside = part.prompt, not self._awaited
         cap = self._caps.get(prompt.entry, self._sampling.max_tokens)
         sampling = replace(self._sampling, n=part.count, max_tokens=cap)
-        responses = self._rollouts.generate(key, prompt.token_ids, sampling, seeds, background=aside, problem=prompt)
+        request = Request(key, prompt.token_ids, sampling, seeds, background=aside, problem=prompt)
+        responses = self._rollouts.generate(request)
         draw = Draw(index=part.prompt.id, prompt=part.prompt)
         group = await scored_group(draw, responses, self._rewards, PhaseClock())
         if isinstance(group, Cut):

@@ -19,7 +19,7 @@ def resident_bytes(processes: Iterable[psutil.Process]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankUse:
-    """What an update used on one rank. Made in its process, read by `workers.training.use`. device: its name; "" on a
+    """What an update used on one rank. Made and read in `workers.training.update_metrics`. device: its name; "" on a
     CPU. gpu_peak_bytes: peak of torch's allocated memory during the update."""
 
     resident_bytes: int

@@ -30,7 +30,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.pools import Lender, RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.seeds import response_seed
-from dapo.types import Collected, Cut, Draw, Group, Prompt, Response, Sampling, Score, unscorable
+from dapo.types import Collected, Cut, Draw, Group, Prompt, Request, Response, Sampling, Score, unscorable
 
 
 class Traffic:
@@ -232,7 +232,7 @@ class GroupStream:
         seeds = [response_seed(self._seed, index, version, sample, *again) for sample in range(self._sampling.n)]
         prompt = draw.prompt
         sampling = replace(self._sampling, max_tokens=self._caps.get(prompt.entry, self._sampling.max_tokens))
-        responses = self._rollouts.generate(key, prompt.token_ids, sampling, seeds, problem=prompt)
+        responses = self._rollouts.generate(Request(key, prompt.token_ids, sampling, seeds, problem=prompt))
         watched = self._watched(index, key, responses)
 
         def noted(score: Score) -> None:

@@ -111,8 +111,8 @@ def test_groups_that_mean_something_else_by_now_are_drawn_again(tmp_path, saved)
 class HalfFailed(FakeRollouts):
     """The rollout function fails at sample 3 of each group, which has no text then."""
 
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
+    async def generate(self, request):
+        async for sample, response in super().generate(request):
             yield sample, replace(response, finish_reason="error", text="") if sample == 3 else response
 
 

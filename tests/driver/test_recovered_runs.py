@@ -59,12 +59,12 @@ class Regenerating(FakeRollouts):
 
     stuck = 0
 
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        self._stop.discard(key)
-        if key.startswith("eval") and self.stuck:
+    async def generate(self, request):
+        self._stop.discard(request.key)
+        if request.key.startswith("eval") and self.stuck:
             self.stuck -= 1
             await asyncio.Event().wait()
-        async for each in super().generate(key, prompt, sampling, seeds, **how):
+        async for each in super().generate(request):
             yield each
 
 

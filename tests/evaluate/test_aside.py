@@ -42,14 +42,15 @@ class Slots(FakeRollouts):
     def spare(self) -> int:
         return max(0, self.capacity - self._load(background=True))
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
+    async def generate(self, request):
+        key = request.key
         self._stop.discard(key)  # an abort means the one that runs
-        self._left[key] = (sampling.n, background)
-        if background:
+        self._left[key] = (request.sampling.n, request.background)
+        if request.background:
             self.most_background = max(self.most_background, self._load(True) - self._load(False))
         self.events.append(key)
         try:
-            async for each in super().generate(key, prompt, sampling, seeds):
+            async for each in super().generate(request):
                 yield each
         finally:
             del self._left[key]
@@ -107,9 +108,9 @@ class Late(Slots):
 
     turns = 50
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
-            await turns(self.turns * key.startswith("eval-"))
+    async def generate(self, request):
+        async for each in super().generate(request):
+            await turns(self.turns * request.key.startswith("eval-"))
             yield each
 
 
@@ -122,12 +123,12 @@ class Stuck(Slots):
         super().__init__()
         self.reached = asyncio.Event()
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-        if key.startswith(f"eval-v{self.version_stuck}-"):
+    async def generate(self, request):
+        if request.key.startswith(f"eval-v{self.version_stuck}-"):
             self.reached.set()
-            while key not in self._stop:
+            while request.key not in self._stop:
                 await asyncio.sleep(0.001)
-        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
+        async for each in super().generate(request):
             yield each
 
 
@@ -150,9 +151,9 @@ def test_log_probabilities_are_asked_for_in_training_alone(tmp_path):
     asked = {}
 
     class Asked(Slots):
-        def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-            asked.setdefault(key.startswith("eval-"), set()).add(sampling.logprobs)
-            return super().generate(key, prompt, sampling, seeds, background=background, problem=problem)
+        def generate(self, request):
+            asked.setdefault(request.key.startswith("eval-"), set()).add(request.sampling.logprobs)
+            return super().generate(request)
 
     trainer, _, actors = made(tmp_path, rollouts=Asked(), staleness=1, total=8)
     run(trainer.run())
@@ -207,12 +208,12 @@ def test_it_takes_what_is_spare_until_somebody_waits_for_it():
         def spare(self) -> int:
             return self.free - self.running
 
-        async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-            self.running += sampling.n
+        async def generate(self, request):
+            self.running += request.sampling.n
             self.most = max(self.most, self.running)
-            async for each in super().generate(key, prompt, sampling, seeds):
+            async for each in super().generate(request):
                 yield each
-            self.running -= sampling.n
+            self.running -= request.sampling.n
 
     async def body():
         rollouts = Given()
@@ -303,10 +304,10 @@ def test_engines_that_are_lost_in_an_update_end_the_evaluation_and_not_the_run(t
 
 def test_a_failed_evaluation_ends_the_run_and_saves_what_was_trained(tmp_path):
     class AfterTheUpdate(Slots):
-        async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-            while key.startswith("eval-v2-") and trainer.version < 3:
+        async def generate(self, request):
+            while request.key.startswith("eval-v2-") and trainer.version < 3:
                 await asyncio.sleep(0)
-            async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
+            async for each in super().generate(request):
                 yield each
 
     class Failing(FakeRewards):

@@ -17,7 +17,7 @@ from workers.training import fsdp
 from workers.training.files.loading import SINGLE_FILE
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.mesh import Mesh, arrange, join
-from workers.training.moments import Moments
+from workers.training.optimizer import Moments, build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -87,7 +87,7 @@ def test_offloading_changes_neither_gradients_nor_the_step(model_dir: Path, mesh
     for offload in ("none", "host"):
         cfg = configured(model_dir, offload=offload, reshard_after_forward=True)
         policy = fsdp.load_policy(cfg, mesh)
-        optimizer = fsdp.build_optimizer(policy, cfg)
+        optimizer = build_optimizer(policy, cfg)
         found.append(gradients(policy, batch)[0])
         policy(batch)[0].sum().backward()
         assert {p.grad.device.type for p in policy.parameters()} == {"cpu" if offload == "host" else DEVICE}
@@ -103,7 +103,7 @@ def test_moments_leave_the_gpu_between_updates_and_change_no_bit(
 ) -> None:
     cfg = configured(model_dir)
     policy = fsdp.load_policy(cfg, mesh)
-    optimizer = fsdp.build_optimizer(policy, cfg)
+    optimizer = build_optimizer(policy, cfg)
     moments = Moments(optimizer, DEVICE, moves=True)
 
     def state() -> dict[tuple[int, str], torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dapo.config.paths import resolve_path
-from workers.meeting import serve_store
+from workers.rendezvous import serve_store
 from workers.weights.bucket import digest
 from workers.weights.group import WeightGroup
 from workers.weights.memory import place, share, share_again

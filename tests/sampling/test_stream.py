@@ -13,7 +13,7 @@ from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.stream import GroupStream, scored_group
-from dapo.types import Cut, Draw
+from dapo.types import Cut, Draw, Request
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 from tests.support.faulty_pools import (
     PROMPTS,
@@ -41,8 +41,8 @@ class StaircaseRollouts(FakeRollouts):
         self.scored = asyncio.Event()
         self.aborted_responses = aborted
 
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        for sample in reversed(range(sampling.n)):
+    async def generate(self, request):
+        for sample in reversed(range(request.sampling.n)):
             reason = "abort" if sample < self.aborted_responses else "stop"
             self.scored.clear()
             yield sample, make_response(3 + sample, reason)
@@ -62,7 +62,7 @@ class SignallingRewards(FakeRewards):
 
 
 async def group_of(rollouts, rewards, wanted=lambda: True, noted=lambda score: None):
-    responses = rollouts.generate("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n))
+    responses = rollouts.generate(Request("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n)))
     return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted, noted)
 
 
@@ -250,9 +250,9 @@ def test_a_source_has_the_cap_of_its_own():
     seen: dict[int, int] = {}
 
     class Noting(FakeRollouts):
-        async def generate(self, key, prompt, sampling, seeds, **how):
-            seen[int(key.partition("-d")[2])] = sampling.max_tokens
-            async for each in super().generate(key, prompt, sampling, seeds, **how):
+        async def generate(self, request):
+            seen[int(request.key.partition("-d")[2])] = request.sampling.max_tokens
+            async for each in super().generate(request):
                 yield each
 
     prompts = [replace(prompt, entry="short" if prompt.id % 2 else "long") for prompt in PROMPTS]

@@ -43,9 +43,10 @@ def config(**trainer):
 
 
 class SomeCutOff(FakeRollouts):
-    async def generate(self, key, prompt, sampling, seeds, **how):
+    async def generate(self, request):
+        key = request.key
         reason = "length" if int(key.split("-")[1][1:] if "-d" in key else 1) % 4 == 0 else "stop"
-        async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
+        async for sample, response in super().generate(request):
             yield sample, replace(response, finish_reason=reason, engine=sample % 2, seconds=1.5)
 
 

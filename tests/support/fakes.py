@@ -13,10 +13,9 @@ from dapo.types import (
     Draw,
     Float32Array,
     Group,
-    Int32Array,
     Prompt,
+    Request,
     Response,
-    Sampling,
     Score,
     TrainBatch,
     TrainSequence,
@@ -86,26 +85,18 @@ class FakeRollouts:
     def spare(self) -> int:
         return self.capacity
 
-    async def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
-    ) -> AsyncGenerator[tuple[int, Response]]:
+    async def generate(self, request: Request) -> AsyncGenerator[tuple[int, Response]]:
+        key = request.key
         self.seen.append(key)
         responses = None
         for _ in range(self._random.randint(1, self._max_turns)):
             await asyncio.sleep(0)
             if key in self._stop:
-                responses = [make_response(2, "abort")] * sampling.n
+                responses = [make_response(2, "abort")] * request.sampling.n
                 break
         # A response depends on its seed alone, as the engine's does.
         for each in enumerate(
-            responses or [make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in seeds]
+            responses or [make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in request.seeds]
         ):
             yield each
 

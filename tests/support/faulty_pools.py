@@ -13,7 +13,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.pools import ActorsLost
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
-from dapo.types import Collected, HeldOut, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
+from dapo.types import Collected, HeldOut, Prompt, Request, Response, Sampling, Score, VersionSpan
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 
 N = 4  # responses of a group
@@ -42,9 +42,9 @@ class BrokenRollouts(FakeRollouts):
         if self.fuse[method] == 0:
             raise RuntimeError(f"{method} broke")
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
+    async def generate(self, request: Request) -> Responses:
         self.count("generate")
-        async for each in super().generate(key, prompt, sampling, seeds):
+        async for each in super().generate(request):
             yield each
 
     async def abort(self, keys: list[str]) -> None:
@@ -74,10 +74,10 @@ class EndlessRollouts(BrokenRollouts):
 
     first = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
-        while int(key.partition("-d")[2]) >= self.first and key not in self._stop:
+    async def generate(self, request: Request) -> Responses:
+        while int(request.key.partition("-d")[2]) >= self.first and request.key not in self._stop:
             await asyncio.sleep(0)
-        async for each in super().generate(key, prompt, sampling, seeds):
+        async for each in super().generate(request):
             yield each
 
 
@@ -89,11 +89,11 @@ class StubbornRollouts(FakeRollouts):
         self.running: list[str] = []
         self.twice = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
-        draw = key.partition("-")[2]
+    async def generate(self, request: Request) -> Responses:
+        draw = request.key.partition("-")[2]
         self.twice += draw in self.running
         self.running.append(draw)
-        async for each in super().generate(key, prompt, sampling, seeds):
+        async for each in super().generate(request):
             yield each
         self.running.remove(draw)
 
@@ -104,19 +104,19 @@ class StubbornRollouts(FakeRollouts):
 class SpanRollouts(FakeRollouts):
     """A token per turn, each of the version that is served then."""
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
+    async def generate(self, request: Request) -> Responses:
         versions: list[int] = []
         for _ in range(self._random.randint(1, self._max_turns)):
             versions.append(self.version)
             await asyncio.sleep(0)
-            if key in self._stop:
+            if request.key in self._stop:
                 break
         spans = tuple(
             VersionSpan(version=v, start=versions.index(v), end=versions.index(v) + versions.count(v))
             for v in sorted(set(versions))
         )
-        whole = make_response(len(versions), "abort" if key in self._stop else "stop")
-        for sample in range(sampling.n):
+        whole = make_response(len(versions), "abort" if request.key in self._stop else "stop")
+        for sample in range(request.sampling.n):
             yield sample, replace(whole, policy_versions=spans)
 
 
@@ -134,12 +134,12 @@ class NarrowRollouts(FakeRollouts):
     def spare(self) -> int:
         return self.room(1)
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
-        self.running += sampling.n
+    async def generate(self, request: Request) -> Responses:
+        self.running += request.sampling.n
         self.most = max(self.most, self.running)
-        left = sampling.n
+        left = request.sampling.n
         try:
-            async for each in super().generate(key, prompt, sampling, seeds):
+            async for each in super().generate(request):
                 left -= 1
                 self.running -= 1
                 yield each

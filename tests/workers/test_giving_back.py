@@ -9,7 +9,7 @@ import torch
 from dapo.config.schema import Config
 from workers import actor
 from workers.actor import ActorWorker
-from workers.training.standing import Standing
+from workers.training.collective_errors import RankVersion
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def worker(monkeypatch):
         return lambda *given, **named: events.append(name)
 
     found = ActorWorker(Config(), "cuda")
-    found._standing, found._has_reference = Standing(), True
+    found._version = RankVersion()
     found._policy = found._mesh = None
     found._optimizer = SimpleNamespace(zero_grad=lambda: None)
     found._moments = SimpleNamespace(to_host=note("moments to the host"))

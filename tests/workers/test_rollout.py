@@ -14,7 +14,7 @@ import torch
 
 from dapo.config.facts.model_shape import shape_of
 from dapo.plan.engine import EngineMemory
-from dapo.types import Response, Sampling
+from dapo.types import Request, Response, Sampling
 from tests.support.engines.two import LONG, make_config
 from tests.support.local_actors import local_sync
 from tests.support.report.reference import undocumented
@@ -37,7 +37,7 @@ async def group_of(
     """The responses of one group in the order of their seeds; `ended` is called after each that comes."""
     found: dict[int, Response] = {}
     seeds = range(first_seed, first_seed + n)
-    async for sample, response in pool.generate(key, PROMPT, sampling(n, max_tokens), seeds):
+    async for sample, response in pool.generate(Request(key, PROMPT, sampling(n, max_tokens), seeds)):
         assert sample not in found
         found[sample] = response
         ended()
@@ -130,7 +130,7 @@ def test_without_log_probabilities_the_tokens_are_the_same(engines, loop):
 
     async def unasked() -> list[Response]:
         wanted = replace(sampling(), logprobs=False)
-        found = dict([each async for each in pool.generate("unasked", PROMPT, wanted, range(700, 704))])
+        found = dict([each async for each in pool.generate(Request("unasked", PROMPT, wanted, range(700, 704)))])
         return [found[sample] for sample in sorted(found)]
 
     async def both():

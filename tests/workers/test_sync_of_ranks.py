@@ -65,7 +65,7 @@ def actors(ray_cluster, model_dir: Path) -> Iterator:
 MEMBER = """
 import sys, torch
 from workers.weights.bucket import digest
-from workers.meeting import find_store
+from workers.rendezvous import find_store
 from workers.weights.group import WeightGroup
 store = find_store(sys.argv[1], int(sys.argv[2]), 30)
 group = WeightGroup(store, rank=1, size=2, device=torch.device("cpu"), timeout_s=30)

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
 from workers.engines.orphans import ACTOR
-from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
@@ -48,6 +48,15 @@ def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
         window=config.model_config.max_model_len,
         cache_bytes=min(measured),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where an engine starts generating a response. token_ids: [K], the response tokens so far, which follow the prompt
+    and count towards the length limit. seed: for the next tokens."""
+
+    token_ids: Int32Array
+    seed: int
 
 
 class RolloutWorker:
@@ -202,7 +211,6 @@ class RolloutWorker:
         if self._stirring:  # the update that woke its weights did not finish
             await self.leave_weights()
         await self._ask(self._engine.sleep(level))
-        await self._ask(self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2}))
         self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:

@@ -104,25 +104,6 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> N
     fully_shard(policy, reshard_after_forward=False, **shared)
 
 
-def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
-    """Returns AdamW over the trained shards; the fused kernel exists on CPU and GPU."""
-    optim = cfg.actor.optim
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    beta1, beta2 = optim.betas
-    optimizer = torch.optim.AdamW(
-        trained, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
-    # The state of AdamW's first step. Otherwise torch.distributed.checkpoint creates it on save or load, by an empty
-    # step that the bias correction then counts.
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
-
-
 def reshard(policy: nn.Module) -> None:
     """Frees gathered parameters, so that the module shows its shards (needed after a forward pass without backward)."""
     for module in policy.modules():

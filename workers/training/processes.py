@@ -45,15 +45,6 @@ def give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def read_file(path: str) -> tuple[str, str]:
-    """Returns this node's address, and the text of a file or why it cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        text = f"{type(error).__name__}: {error}"
-    return ray.util.get_node_ip_address(), text
-
-
 def free_address() -> tuple[str, int]:
     """Returns an address of this node and a free port on it."""
     address = ray.util.get_node_ip_address()

@@ -1,7 +1,7 @@
 """Calls all ranks of the actors at once; separates failures that leave the ranks usable from those that do not.
 
-If all ranks raise alike with nothing changed (`workers.training.unanimous`), a call raises `RemoteError`. Any other
-failure raises `ActorsLost`, as does every later call until the ranks are restarted.
+If all ranks raise alike with nothing changed (`Unanimous`), a call raises `RemoteError`. Any other failure raises
+`ActorsLost`, as does every later call until the ranks are restarted.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import ray
 from dapo.pools import ActorsLost
 from dapo.report.watchdog import Member
 from workers.remote import FAILURE_GRACE_S, RemoteError, wait
+from workers.training.collective_errors import Unanimous
 from workers.training.processes import RankProcess, end_all
-from workers.training.unanimous import Unanimous
 
 Submit = Callable[[int, Any], Any]  # (rank, its actor) -> Ray's reference to the answer
 FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: the rank is unusable after one
@@ -106,7 +106,6 @@ class Ranks:
         return self.lost
 
     async def find_processes(self, timeout_s: float, key: str) -> None:
-        """Gets the process of every rank, which `restart` needs."""
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
@@ -131,7 +130,6 @@ class Ranks:
         self.restarts += 1
 
     def kill(self) -> None:
-        """Kills the ranks; a restart needs only what is on disk or on the driver."""
         for worker in self.workers:
             ray.kill(worker)
 

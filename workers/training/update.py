@@ -22,14 +22,21 @@ from dapo.own.loading import OwnFunction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
+from workers.training.collective_errors import Unanimous
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.forward.ulysses import gather_rows
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
-from workers.training.parity import check_parity
-from workers.training.scaling import LossScale
-from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
-from workers.training.unanimous import Unanimous
+from workers.training.optimizer import LossScale
+from workers.training.update_metrics import (
+    GRAD_NORM_SQUARED,
+    Totals,
+    check_parity,
+    gather,
+    metrics_of,
+    neutral_row,
+    row_of,
+)
 
 
 @torch.no_grad()
@@ -125,7 +132,9 @@ class Updater:
         skipped: list[int] = []
         empty, overflowed, stop = 0, 0, ""
         for step, k in enumerate(order):
-            lr = self._set_learning_rate(version, step)
+            lr = self._learning_rate(version, step)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
             totals = self._forward_backward(
                 batches[k],
                 None if old is None else old[k],
@@ -172,12 +181,6 @@ class Updater:
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         shared = shares_prompts(self._cfg)
         return collate(sequences, self._device, self._mesh.sequence_parallel, share_prompts=shared)
-
-    def _set_learning_rate(self, version: int, step: int) -> float:
-        lr = self._learning_rate(version, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
 
     @torch.no_grad()
     def _before(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:

@@ -32,13 +32,13 @@ class WeightGroup:
     def __init__(self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
         self._nccl, self._closed = device.type == "cuda", False
-        meet = self._meet_by_nccl if self._nccl else self._meet_by_gloo
-        self._group: Any = meet(rank, size, device)  # torch's type stubs give a bare backend no collectives
+        self._group: Any  # torch's type stubs give a bare backend no collectives
+        if self._nccl:
+            self._group = self._meet_by_nccl(rank, size, device)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, self._timeout)
         self._options = dist.BroadcastOptions()
         self._options.rootRank, self._options.rootTensor = SENDER, 0
-
-    def _meet_by_gloo(self, rank: int, size: int, device: torch.device) -> dist.ProcessGroupGloo:
-        return dist.ProcessGroupGloo(self._store, rank, size, self._timeout)
 
     def _meet_by_nccl(
         self, rank: int, size: int, device: torch.device

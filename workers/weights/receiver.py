@@ -4,14 +4,11 @@ vLLM imports this module as `worker_extension_cls`, which registers the transfer
 model has exactly the weights of the actors' buckets, or the update has failed.
 """
 
-import ctypes
 import logging
-import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,30 +25,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.sandbox.kernel import die_with
-from workers.meeting import find_store
+from workers.rendezvous import find_store
 from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup
 from workers.weights.memory import Handle, open_shared, place
-
-DONT_NEED = 4  # MADV_DONTNEED of madvise(2): frees private memory, which then reads as zeros
-
-
-def free(tensors: Iterable[Tensor]) -> int:
-    """Frees the whole pages of these tensors, shared storages once; returns bytes. Packed tensors are skipped: oneDNN
-    owns their memory. Raises OSError if the kernel refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-    freed = 0
-    for start, size in {storage.data_ptr(): storage.nbytes() for storage in storages}.items():
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length <= 0:
-            continue
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), DONT_NEED):
-            number = ctypes.get_errno()
-            raise OSError(number, f"the kernel does not take {length} bytes back: {os.strerror(number)}")
-        freed += length
-    return freed
 
 
 @dataclass
@@ -77,15 +54,6 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int
     dtype: str
     digest: str  # of its bytes, computed by the sender
-
-
-class Source(Protocol):
-    """The engine's end of a transport."""
-
-    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
-        """Returns [num_bytes] uint8, valid until the next call."""
-
-    def close(self) -> None: ...
 
 
 class GroupSource:
@@ -134,7 +102,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
     failure = ""
-    _source: Source | None = None
+    _source: GroupSource | MemorySource | None = None
     _under_way = False
 
     @contextmanager
@@ -231,7 +199,6 @@ class WeightReceiverExtension:
 
     weight_transfer_engine: BucketTransferEngine | None
     vllm_config: VllmConfig
-    model_runner: Any
     _weight_update_active: bool
 
     def weight_failure(self) -> str:
@@ -247,12 +214,6 @@ class WeightReceiverExtension:
             self.weight_transfer_engine.shutdown()
             self.weight_transfer_engine.drop_weight_update()
         self._weight_update_active = False
-
-    def free_host_memory(self, *, weights: bool) -> int:
-        """Frees on a CPU what sleeping frees on a GPU: the KV cache and, with `weights`, the weights. Returns bytes."""
-        if self.model_runner.device.type != "cpu":
-            return 0
-        return free([*self.model_runner.kv_caches, *(self.model_runner.model.parameters() if weights else ())])
 
 
 logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # silence its warning that it cannot sleep

@@ -1,18 +1,102 @@
 """Sends weights from the actors: gathers bucket after bucket and hands each to a transport.
 
 All actor ranks advance an iterator of full (name, tensor) pairs in lockstep. Between two buckets only the iterator and
-the transport's slots hold memory.
+the transport's slots hold memory. A transport has slots, memory in which buckets are built in turn. At most two buckets
+exist at a time: one that the engines load, and the next. `slot` and `send` are called alternately, for bucket 0, 1, ...
+of every sync; `close` may come from any thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from workers.rendezvous import serve_store
 from workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
-from workers.weights.group import SENDER
-from workers.weights.transport import MemoryTransport, Transport, make_transport
+from workers.weights.group import SENDER, WeightGroup, give_up
+from workers.weights.memory import place, share, share_again
+
+SLOTS = 2
+
+
+class GroupTransport:
+    """Broadcasts to all engines at once; the next bucket is gathered meanwhile."""
+
+    def __init__(self, capacity: int, device: torch.device, address: str, timeout_s: float) -> None:
+        self._device, self._address, self._timeout_s = device, address, timeout_s
+        self._slots = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._running: list[dist.Work | None] = [None] * SLOTS
+        self._store = serve_store(address, timeout_s)
+        self._group: WeightGroup | None = None
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=len(self._slots[0]), address=self._address, port=self._store.port)
+
+    def join(self, num_receivers: int) -> None:
+        self._group = WeightGroup(
+            self._store, rank=SENDER, size=1 + num_receivers, device=self._device, timeout_s=self._timeout_s
+        )
+
+    def slot(self, index: int) -> Tensor:
+        """Returns memory for bucket `index`, [capacity] uint8; the engines are done with its old content."""
+        if (running := self._running[index % SLOTS]) is not None:
+            assert self._group is not None
+            self._group.wait(running)
+            self._running[index % SLOTS] = None
+        return self._slots[index % SLOTS]
+
+    def send(self, index: int, bucket: Tensor) -> None:
+        assert self._group is not None
+        self._running[index % SLOTS] = self._group.broadcast(bucket)
+
+    def close(self) -> None:
+        give_up(self._store)  # also if the engines have not connected yet
+        if self._group is not None:
+            self._group.close()
+        self._running = [None] * SLOTS  # gloo's connections live as long as its broadcasts
+
+
+class MemoryTransport:
+    """Has slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._device, self._capacity = device, capacity
+        self._slots, self._handles = zip(*[share(capacity, device) for _ in range(SLOTS)], strict=True)
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
+
+    def renew(self) -> None:
+        """Makes new handles of the same slots, for engines that open them from now on."""
+        self._handles = tuple(map(share_again, self._slots, self._handles))
+
+    def join(self, num_receivers: int) -> None:
+        """Does nothing: the engines open the handles by themselves."""
+
+    def slot(self, index: int) -> Tensor:
+        return self._slots[index % SLOTS]
+
+    def send(self, index: int, bucket: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the engine's stream does not wait for this one
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+Transport = GroupTransport | MemoryTransport
+
+
+def make_transport(
+    name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float
+) -> Transport | None:
+    """Returns this rank's end; None if the transport does not use the rank. name: `broadcast` or `ipc`."""
+    if name == "ipc":
+        return MemoryTransport(capacity, device)  # each engine reads from the rank on its own GPU
+    return GroupTransport(capacity, device, address, timeout_s) if rank == SENDER else None
+
 
 T = TypeVar("T")
 
@@ -85,8 +169,8 @@ class WeightSender:
         slot = self._try(lambda transport: transport.slot(index))
         found = ""
         if slot is None:
-            for place in plan.tensors:
-                self._take(place.name, place.shape)
+            for one in plan.tensors:
+                self._take(one.name, one.shape)
         else:
             bucket = slot[: plan.num_bytes]
             self._fill(bucket, plan)
@@ -111,8 +195,8 @@ class WeightSender:
     def _fill(self, bucket: Tensor, plan: BucketPlan) -> None:
         stop = plan.tensors[-1].stop * self._dtype.itemsize
         elements = bucket[:stop].view(self._dtype)
-        for place in plan.tensors:
-            elements[place.start : place.stop].copy_(self._take(place.name, place.shape).reshape(-1))
+        for one in plan.tensors:
+            elements[one.start : one.stop].copy_(self._take(one.name, one.shape).reshape(-1))
         bucket[stop:].zero_()
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from dapo.sampling.seeds import response_seed
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.engines.slot import EngineSlot
-from workers.engines.unfinished import Start
+from workers.engines.worker import Start
 from workers.remote import WorkerLost
 from workers.rollout import RolloutPool
 

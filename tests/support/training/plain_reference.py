@@ -178,7 +178,7 @@ def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
 
 def update_on(worker: Any, work: "RankWork") -> "Updated":
     """Runs on a rank: an update from whatever version the work is of."""
-    worker._standing.version = work.version
+    worker._version.version = work.version
     return worker.update(work)
 
 
@@ -193,7 +193,7 @@ def update(pool: "ActorPool", batch: TrainBatch) -> dict[str, float]:
     """Metrics of an update from whatever version the batch is of."""
 
     def stand_at(worker: Any, version: int) -> None:
-        worker._standing.version = version
+        worker._version.version = version
 
     on_all(pool, stand_at, [batch.version] * len(pool._ranks.workers))
     return asyncio.run(pool.update(batch)).metrics
@@ -201,7 +201,7 @@ def update(pool: "ActorPool", batch: TrainBatch) -> dict[str, float]:
 
 def version_of(worker: Any) -> int:
     """Runs on a rank: the version that it takes its weights for."""
-    return worker._standing.version
+    return worker._version.version
 
 
 def save(pool: "ActorPool", directory: Path) -> None:

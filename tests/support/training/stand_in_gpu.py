@@ -28,8 +28,8 @@ from tests.support.training.plain_reference import LENGTHS, make_config, make_se
 from workers.training import fsdp, update
 from workers.training.forward import attention, logprobs
 from workers.training.mesh import Mesh, SequenceParallel
-from workers.training.moments import Moments
-from workers.training.totals import STALENESS_BUCKETS, Mismatch, Totals
+from workers.training.optimizer import Moments, build_optimizer
+from workers.training.update_metrics import STALENESS_BUCKETS, Mismatch, Totals
 
 NAME = "standin"
 CASES = [("none", 4, 2), ("phase", 0, 1), ("host", 0, 2)]  # actor.offload, model.lora.rank, ranks of a sequence
@@ -147,7 +147,7 @@ def run(case: tuple[str, int, int], model: Path, sequences: Any, shards: DeviceM
     shared = SequenceParallel(1, size, world) if size > 1 else SequenceParallel()
     mesh = Mesh(Cuda(NAME), 1, 2, shards, shared, world)
     policy = fsdp.load_policy(cfg, mesh)
-    optimizer = fsdp.build_optimizer(policy, cfg)
+    optimizer = build_optimizer(policy, cfg)
     moments = Moments(optimizer, mesh.device, moves=offload == "phase")
     reference = fsdp.load_reference(cfg, mesh, policy)
     updater = update.Updater(policy, reference, optimizer, cfg, mesh)

@@ -11,7 +11,6 @@ from dapo.types import TrainSequence
 from tests.support.training.plain_reference import checksum, save, train_batch
 from workers.actor import ActorPool
 from workers.remote import RemoteError
-from workers.training.files import state
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -67,22 +66,3 @@ def test_files_that_ranks_do_not_share_with_the_driver_are_found(pool: ActorPool
     for path, content, shown in ((token, "that run", "this run"), (tmp_path / "none", "this run", "FileNotFoundError")):
         with pytest.raises(RemoteError, match=rf"`trainer.output_dir`: actor ranks on [0-9.]+ \({shown}.* do not see"):
             asyncio.run(pool.check_shared(str(path), content))
-    save(pool, tmp_path / "state")
-    assert state.missing_shards(str(tmp_path / "state")) == []
-
-
-@pytest.mark.parametrize("harm", ["remove", "truncate", "metadata"])
-def test_a_checkpoint_without_some_ranks_files_is_not_taken_for_saved(
-    pool: ActorPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
-) -> None:
-    directory = tmp_path / "state"
-    whole = state.missing_shards
-    hurt = directory / (".metadata" if harm == "metadata" else "__1_0.distcp")
-
-    def missing(place: str) -> list[str]:
-        hurt.write_bytes(hurt.read_bytes()[:100]) if harm == "truncate" else hurt.unlink()
-        return whole(place)
-
-    monkeypatch.setattr(state, "missing_shards", missing)
-    with pytest.raises(RemoteError, match=rf"saving .*: {hurt.name} \(1 in all\) .* `trainer.output_dir`"):
-        save(pool, directory)

@@ -15,7 +15,7 @@ import torch
 from tests.support.engines.two import LONG
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import PROMPT, change, group_of, largest_difference, sampling
-from workers.engines.unfinished import Unfinished
+from workers.engines.requests import Unfinished
 from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.config.rules.decoding import FP8_LOGPROB_DIFF
-from dapo.types import Response, Sampling
+from dapo.types import Request, Response, Sampling
 from tests.support.engines.two import started
 from tests.support.local_actors import local_sync
 
@@ -52,7 +52,8 @@ def test_a_sync_quantizes_what_it_brings(ray_cluster: None, loop, tmp_path: Path
 
     async def respond(pool, key: str) -> list[Response]:
         sampling = Sampling(n=FEW, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
-        found = {number: response async for number, response in pool.generate(key, PROMPT, sampling, range(FEW))}
+        parts = pool.generate(Request(key, PROMPT, sampling, range(FEW)))
+        found = {number: response async for number, response in parts}
         return [found[number] for number in range(FEW)]
 
     def scenario(files: str, *syncs: Any) -> list[list[Response]]:

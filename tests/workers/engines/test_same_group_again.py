@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.types import Sampling
+from dapo.types import Request, Sampling
 from tests.support.engines.played import World, played_pool
 from workers.engines.life import LifeSigns
-from workers.engines.unfinished import Start
-from workers.engines.worker import RolloutWorker
+from workers.engines.worker import RolloutWorker, Start
 from workers.remote import RemoteError
 
 PROMPT = np.arange(3, dtype=np.int32)
@@ -104,7 +103,7 @@ def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again() -> None:
     worker._asleep = worker._stirring = True
     for _ in range(2):
         asyncio.run(worker.sleep(2))
-    assert engine.asked == ["leave_weight_sync", "sleep", "free_host_memory"], "the second time it is asleep"
+    assert engine.asked == ["leave_weight_sync", "sleep"], "the second time it is asleep"
 
 
 def test_the_former_one_ends_and_the_latter_is_whole() -> None:
@@ -138,7 +137,7 @@ def test_a_group_that_is_closed_is_asked_to_end_before_the_next_of_its_name_is_a
         engine.generate = SimpleNamespace(options=lambda num_returns: noted("generate", engine._generate))
         engine.abort = noted("abort", engine._abort)
         for _ in range(2):
-            group = pool.generate("v3-d7", PROMPT, sampling(8, 90), range(8))
+            group = pool.generate(Request("v3-d7", PROMPT, sampling(8, 90), range(8)))
             await anext(group)
             await group.aclose()
         assert asked == ["generate", "abort"] * 2 and not pool._groups
@@ -150,7 +149,7 @@ def test_a_group_that_is_closed_is_asked_to_end_before_the_next_of_its_name_is_a
 
 def test_a_group_that_no_engine_may_generate_ends_with_the_reason() -> None:
     async def body(pool: Any) -> None:
-        await anext(pool.generate("v3-d7", PROMPT, sampling(8, 90), range(8)))
+        await anext(pool.generate(Request("v3-d7", PROMPT, sampling(8, 90), range(8))))
 
     lost, mixed = (played_pool(World(rng=random.Random(0))) for _ in range(2))
     lost.keeper.exhausted = "0 engines are left"

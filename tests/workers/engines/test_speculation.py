@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.types import Response, Sampling
+from dapo.types import Request, Response, Sampling
 from tests.support.local_actors import local_sync
 from tests.support.report.reference import undocumented
 from workers.engines.slot import PULSE_S
@@ -60,7 +60,7 @@ async def group_of(
 ) -> list[Response]:
     """The responses to one prompt in the order of their seeds."""
     sampling = Sampling(n=len(seeds), temperature=temperature, top_p=1.0, top_k=-1, max_tokens=96)
-    found = {number: response async for number, response in pool.generate(key, prompt, sampling, seeds)}
+    found = {number: response async for number, response in pool.generate(Request(key, prompt, sampling, seeds))}
     return [found[number] for number in range(len(seeds))]
 
 

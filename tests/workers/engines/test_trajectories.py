@@ -20,7 +20,7 @@ from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import scored_group
 from dapo.turns.one_turn import rollout as one_turn
 from dapo.turns.protocol import Trajectory
-from dapo.types import Draw, Response, Sampling
+from dapo.types import Draw, Request, Response, Sampling
 from tests.support.engines.functions import LocalCall, LocalFunctions
 from tests.support.engines.played import World, played_pool
 from tests.support.fakes import FakeRewards, make_prompt
@@ -54,7 +54,7 @@ def pool_of(function: Callable | LocalFunctions, seed: int = 0, retries: int = 1
 
 
 async def responses_of(pool, key: str = "g", seeds=SEEDS) -> list[Response]:
-    generated = pool.generate(key, PROMPT.token_ids, SAMPLING, seeds, problem=PROMPT)
+    generated = pool.generate(Request(key, PROMPT.token_ids, SAMPLING, seeds, problem=PROMPT))
     found = {number: response async for number, response in generated}
     return [found[number] for number in sorted(found)]
 
@@ -225,7 +225,7 @@ def test_a_function_that_fails_is_tried_again_and_then_unscorable_and_no_zero(fu
     async def play() -> None:
         functions = LocalFunctions(function, timeout_s=0.05)
         pool = TrajectoryPool(played_pool(World(random.Random(0))), functions, retries=1, warn=told.append)
-        generated = pool.generate("g", PROMPT.token_ids, SAMPLING, SEEDS, problem=PROMPT)
+        generated = pool.generate(Request("g", PROMPT.token_ids, SAMPLING, SEEDS, problem=PROMPT))
         rewards = FakeRewards(lambda prompt, sample, response: 1.0)
         group = await scored_group(Draw(index=3, prompt=PROMPT), generated, rewards, PhaseClock())
         assert all(response.failed for response in group.responses)

@@ -40,9 +40,9 @@ from tests.support.training.plain_reference import (
 )
 from tests.support.training.plain_update import plain_update
 from workers.actor import ActorWorker, split_batch
+from workers.training.collective_errors import FilesError
 from workers.training.fsdp import reshard
 from workers.training.lora import _fill, base_name, is_adapter
-from workers.training.unanimous import FilesError
 
 RANK, ALPHA = 3, 12.0  # two ranks hold unequal parts of A
 TARGETS = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]

@@ -9,9 +9,9 @@ import pytest
 from dapo.pools import ActorsLost
 from workers.remote import RemoteError
 from workers.training import ranks as module
-from workers.training.parity import WeightParityError
+from workers.training.collective_errors import FilesError
 from workers.training.ranks import Ranks
-from workers.training.unanimous import FilesError
+from workers.training.update_metrics import WeightParityError
 
 DEAD = "while waiting for actor rank 1: ActorDiedError: its process died"
 SILENT = "silent"

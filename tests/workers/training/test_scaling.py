@@ -33,7 +33,7 @@ from tests.support.training.plain_reference import (
 )
 from workers.actor import ActorWorker, split_batch
 from workers.training import update as update_module
-from workers.training.scaling import FIRST, FLOOR, LossScale
+from workers.training.optimizer import FIRST, FLOOR, LossScale
 from workers.training.update import NonFiniteError, Updater
 
 LOW = 2.0**10  # with which no gradient of this model overflows

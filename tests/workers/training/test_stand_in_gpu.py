@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.training.stand_in_gpu import CASES, NAME
-from workers.training.moments import _pinned
+from workers.training.optimizer import _pinned
 
 
 def test_on_a_gpu_a_rank_updates_and_gathers_weights_without_mixing_devices(model_dir: Path) -> None:

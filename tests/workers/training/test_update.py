@@ -28,9 +28,9 @@ from tests.support.training.plain_reference import (
 )
 from tests.support.training.plain_update import assert_update, mismatched
 from workers.actor import ActorWorker, RankWork
-from workers.training.parity import WeightParityError
-from workers.training.unanimous import Refused
+from workers.training.collective_errors import Refused
 from workers.training.update import NonFiniteError
+from workers.training.update_metrics import WeightParityError
 
 KL = KLConfig(estimator="k3", loss_coeff=0.2)
 ENGINES = {"rollout_correction": RolloutCorrectionConfig(use_rollout_logprobs=True)}
@@ -234,7 +234,7 @@ def test_numbers_that_are_not_finite_skip_their_steps_and_are_named(rank: ActorW
         assert steps(updated.metrics) == {"optimizer": 1, "empty": 0, "skipped": 1}
         assert updated.metrics["parity/non_finite_tokens"] == named
         assert np.isfinite(updated.metrics["parity/mean_abs_logprob_diff"])
-        assert rank_checksum(rank) == trained and rank._standing.version == 1, "such an update counts"
+        assert rank_checksum(rank) == trained and rank._version.version == 1, "such an update counts"
 
 
 def test_log_probabilities_of_the_actors_that_are_not_finite_skip_every_step(

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.turns.protocol import Ask, Generated, Step
-from dapo.types import Response, Sampling
+from dapo.types import Request, Response, Sampling
 from tests.support.fakes import make_prompt
-from workers.engines.unfinished import Start
+from workers.engines.worker import Start
 from workers.trajectories import TrajectoryPool
 from workers.turns.fleet import TurnFleet
 
@@ -62,7 +62,7 @@ def answered(engines, loop, folder: Path, **spec) -> tuple[list[Response], dict[
         turns = TrajectoryPool(engines[0], fleet, retries=1)
         try:
             await fleet.start(engines[3], False, 120.0)
-            generated = turns.generate("g", PROMPT.token_ids, SAMPLING, SEEDS, problem=PROMPT)
+            generated = turns.generate(Request("g", PROMPT.token_ids, SAMPLING, SEEDS, problem=PROMPT))
             found = {number: response async for number, response in generated}
         finally:
             fleet.stop()

@@ -3,11 +3,12 @@
     save_state, export_hf: write the current state straight to disk; updates wait
     take_snapshot ─▶ Snapshot in host memory ─▶ write_snapshot: write the same files in a thread during updates
 
-Except for `missing_shards`, which the driver calls, the functions are collectives: all ranks call them in the same
-order, with a directory that all see. A rank hashes the files it has written, for `dapo.state.manifest.seal`.
+The functions are collectives: all ranks call them in the same order, with a directory that all see. A rank hashes the
+files it has written, for `dapo.state.manifest.seal`, which finds what the driver does not see.
 """
 
 import copy
+import io
 import json
 import pickle
 from collections.abc import Iterator
@@ -21,7 +22,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.serialization import StateDictSplit
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoTokenizer
@@ -29,6 +34,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config.actor import ModelConfig
 from dapo.state.manifest import DIGESTS, SHARDS_OF, leave_digests
+from workers.training.collective_errors import FilesError, OwnWork, files_error
 from workers.training.files.adapters import (
     IDENTITY_FILE,
     check_identity,
@@ -38,18 +44,60 @@ from workers.training.files.adapters import (
     save_identity,
 )
 from workers.training.files.loading import INDEX_FILE
-from workers.training.files.reading import Planner, Reader
 from workers.training.forward.policy import PackedPolicy
 from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
 from workers.training.lora import has_adapters
 from workers.training.mesh import Mesh
-from workers.training.scaling import LossScale
-from workers.training.unanimous import FilesError, OwnWork, files_error
+from workers.training.optimizer import LossScale
 
 EXPORT_FILE_BYTES = 4 << 30
 ADAPTER_FOLDER = "adapter"  # next to the model, transformers would apply the adapters again
 ADAPTER_FILE = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 ExportFile = tuple[str, dict[str, Tensor]]  # name in the export, tensors on the CPU
+_PARTS = (
+    *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+_KNOWN = {
+    *((metadata.__name__, name) for name in _PARTS),
+    *((filesystem.__name__, "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),  # from Python 3.13 on
+}
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_type and (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(
+                f"its .metadata names {module}.{name}, which is no part of a checkpoint's description and may be a "
+                "program; go on from a checkpoint that this program has written"
+            )
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """A DCP reader that accepts only the classes of a checkpoint description in the metadata: DCP's own unpickles
+    anything, and a pickle can call any function."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Raises UnpicklingError for any other content."""
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            found = _Metadata(file).load()
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError("its .metadata is no description of a checkpoint")
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """A DCP planner that loads values which are not tensors, such as learning rates, with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises UnpicklingError for anything but plain values."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +172,6 @@ def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, di
             written += [path for name in (SHARDS_OF, IDENTITY_FILE) if (path := root / name).exists()]
         leave_digests(written, f"rank_{mesh.rank:05d}")
     own.meet(f"{directory} could not be written")
-
-
-def missing_shards(directory: str) -> list[str]:
-    """Returns the files named in a checkpoint's `.metadata` that are missing or too short."""
-    root = Path(directory)
-    metadata = root / SHARDS_OF
-    if not metadata.exists():
-        return [metadata.name]
-    ends: dict[str, int] = {}
-    for place in Reader(directory).read_metadata().storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return sorted(
-        name for name, end in ends.items() if not (root / name).is_file() or (root / name).stat().st_size < end
-    )
 
 
 def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, directory: str) -> None:

@@ -8,7 +8,7 @@ from dapo.config.facts.model_shape import read_shape
 from dapo.measure.usage import RankUse
 from dapo.types import TrainBatch
 from tests.support.report.reference import undocumented
-from workers.training.use import begin_use, end_use, model_flops, rank_metrics
+from workers.training.update_metrics import begin_use, end_use, model_flops, rank_metrics
 
 SHAPE = read_shape("Qwen/Qwen2.5-7B")
 H200 = RankUse(resident_bytes=10, device="NVIDIA H200", gpu_peak_bytes=70)

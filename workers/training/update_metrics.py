@@ -1,37 +1,51 @@
-"""Sums the statistics of one optimizer step over all ranks: tokens of micro-batches in, totals and metrics out.
+"""Metrics of an update: statistics of optimizer steps, summed over ranks; agreement of actors and engines; memory and
+model FLOPs utilisation.
 
 Everything is summed over tokens and divided once at the end, so that metrics, like the gradient, hardly depend on
 micro-batches and ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo.config.devices import peak_flops
+from dapo.config.facts.model_shape import ModelShape
+from dapo.config.schema import Config
+from dapo.measure.usage import RankUse, resident_bytes
 from dapo.objective import Correction, Objective
+from dapo.types import TrainBatch
+from workers.training.collective_errors import Unanimous
 
-# One row of a micro-batch: these sums, then `_MISMATCH_SUMS` per staleness, then the maxima.
-_SUMS = (
-    "trained_tokens",
-    "loss",
-    "grad_norm_squared",
-    "clipped_low",
-    "clipped_high",
-    "dual_clipped",
-    "log_ratio",
-    "ratio",
-    "kl",
-    "entropy",
-)
+# Metrics that are means over the trained tokens: the values of each token, 0 where it is not trained. A new one is one
+# more line here.
+_TOKEN_MEANS: dict[str, Callable[[Objective], Tensor]] = {
+    "actor/clip_fraction_low": lambda result: result.clipped_low,
+    "actor/clip_fraction_high": lambda result: result.clipped_high,
+    "actor/dual_clip_fraction": lambda result: result.dual_clipped,
+    "actor/ratio_mean": lambda result: result.log_ratio.exp() * result.trained,
+    "actor/ref_kl": lambda result: result.kl,
+    "actor/entropy": lambda result: result.entropy,
+}
+_TOKEN_SUMS: dict[str, Callable[[Objective], Tensor]] = {
+    "trained_tokens": lambda result: result.trained,
+    "loss": lambda result: result.loss.detach(),  # weighted already
+    "log_ratio": lambda result: result.log_ratio,
+    **_TOKEN_MEANS,
+}
+_SUMS = ("grad_norm_squared", *_TOKEN_SUMS)
 _MISMATCH_SUMS = ("tokens", "difference", "ratio", "ratio_squared", "affected", "non_finite")
 STALENESS_BUCKETS = 5  # tokens of policies 0, 1, 2, 3 updates old; the last also holds older ones
+# One row of a micro-batch: `_SUMS`, then `_MISMATCH_SUMS` per staleness, then the maxima.
 _NUM_SUMS = len(_SUMS) + STALENESS_BUCKETS * len(_MISMATCH_SUMS)
 _NUM_MAXIMA = 1 + STALENESS_BUCKETS
 GRAD_NORM_SQUARED = _SUMS.index("grad_norm_squared")
+_TYPE_ARGS = ("dtype", "quantization", "kv_cache_dtype")  # vLLM's, by which it may compute in other dtypes than actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +88,7 @@ class Mismatch:
 class Totals:
     """Totals of one optimizer step over all ranks. Made by `gather`."""
 
-    # Over the trained tokens: counts, nats, and the ratio itself. "loss" is weighted already; "grad_norm_squared" is
-    # over all shards, before clipping.
-    sums: dict[str, float]
+    sums: dict[str, float]  # `_SUMS`, in nats; "grad_norm_squared" is over all shards, before clipping
     mismatch: tuple[Mismatch, ...]  # per staleness, over all tokens
     max_log_ratio: float
 
@@ -121,10 +133,7 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
     maxima = torch.full((_NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device)
     if result is not None:
-        sums[0], sums[1] = result.trained.sum(), result.loss.detach()
-        per_token = [result.clipped_low, result.clipped_high, result.dual_clipped, result.log_ratio]
-        per_token += [result.log_ratio.exp() * result.trained, result.kl, result.entropy]
-        sums[3:] = torch.stack([values.double().sum() for values in per_token])
+        sums[1:] = torch.stack([values(result).double().sum() for values in _TOKEN_SUMS.values()])
         if result.trained.numel():  # testing the values would wait for the device
             maxima[0] = result.log_ratio.where(result.trained, -torch.inf).max()
     bucket = staleness.clamp(0, STALENESS_BUCKETS - 1)
@@ -168,21 +177,16 @@ def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: i
     of the last optimizer step. skipped, empty: optimizer steps not taken, because of numbers that are not finite or
     because there was no token to train. parity: totals of the batch before the first step."""
     count, tokens = max(1, len(steps)), max(1.0, sum(t.trained_tokens for t in steps))
-    mean = {name: sum(t.sums[name] for t in steps) / tokens for name in _SUMS}
+    mean = {name: sum(t.sums[name] for t in steps) / tokens for name in ("log_ratio", *_TOKEN_MEANS)}
     whole = parity.all_mismatch
     metrics = {
         "actor/loss": sum(t.sums["loss"] for t in steps) / count,
         "actor/grad_norm": sum(t.grad_norm for t in steps) / count,
         "actor/lr": lr,
-        "actor/clip_fraction": mean["clipped_low"] + mean["clipped_high"],
-        "actor/clip_fraction_low": mean["clipped_low"],
-        "actor/clip_fraction_high": mean["clipped_high"],
-        "actor/dual_clip_fraction": mean["dual_clipped"],
+        **{name: mean[name] for name in _TOKEN_MEANS},
+        "actor/clip_fraction": mean["actor/clip_fraction_low"] + mean["actor/clip_fraction_high"],
         "actor/approx_kl": -mean["log_ratio"],
-        "actor/ratio_mean": mean["ratio"],
         "actor/ratio_max": math.exp(max((t.max_log_ratio for t in steps), default=math.nan)),
-        "actor/ref_kl": mean["kl"],
-        "actor/entropy": mean["entropy"],
         "actor/optimizer_steps": float(len(steps)),
         "actor/skipped_steps": float(skipped),
         "actor/empty_steps": float(empty),
@@ -193,4 +197,94 @@ def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: i
         for staleness, mismatch in enumerate(parity.mismatch):
             if mismatch.tokens:
                 metrics |= mismatch.metrics(f"parity/staleness_{staleness}")
+    return metrics
+
+
+class WeightParityError(Unanimous):
+    """The engines sampled from other probabilities than the actors compute; nothing was trained on the batch."""
+
+
+def check_parity(totals: Totals, cfg: Config) -> None:
+    """Checks tokens of the current policy against one bound, tokens of older policies against another. Tokens with a
+    log-probability that is not finite, on either side, are left out: their optimizer steps are skipped. Raises
+    WeightParityError if the mean of |log-probability of the actors - of the engines| is above its bound."""
+    fresh, older = totals.mismatch[0], totals.mismatch[1:]
+    bound = cfg.weight_sync.max_mean_logprob_diff
+    if not fresh.mean <= bound:
+        raise WeightParityError(_message(fresh, "weight_sync.max_mean_logprob_diff", bound, _fresh_suspect(cfg)))
+    bound = cfg.algorithm.rollout_correction.max_mean_stale_logprob_diff
+    for staleness, mismatch in enumerate(older, start=1):
+        if not mismatch.mean <= bound:
+            suspect = (
+                f"staleness: these tokens come from policies at least {staleness} updates old, while tokens of the "
+                f"current policy agree (mean {fresh.mean:.4g} over {fresh.tokens:.0f}); sample from newer weights, "
+                "lower `actor.optim.lr`, or raise the bound and correct (`algorithm.rollout_correction.mode`)"
+            )
+            key = "algorithm.rollout_correction.max_mean_stale_logprob_diff"
+            raise WeightParityError(_message(mismatch, key, bound, suspect))
+
+
+def _message(mismatch: Mismatch, key: str, bound: float, suspect: str) -> str:
+    return (
+        f"the mean of |log-probability of the actors - of the engines| is {mismatch.mean:.4g} over "
+        f"{mismatch.tokens:.0f} tokens (largest {mismatch.max_difference:.4g}), above `{key}` ({bound:g}); nothing was "
+        f"trained on this batch. Suspect {suspect}"
+    )
+
+
+def _fresh_suspect(cfg: Config) -> str:
+    differing = {name: cfg.rollout.vllm[name] for name in _TYPE_ARGS if name in cfg.rollout.vllm}
+    differing = {name: value for name, value in differing.items() if value not in (cfg.model.dtype, "auto", None)}
+    if differing:
+        given = ", ".join(f"`rollout.vllm.{name}` ({value})" for name, value in differing.items())
+        return f"the compute types: {given} against `model.dtype` ({cfg.model.dtype}); then the weight sync"
+    if cfg.model.dtype == "float32":
+        return "the weight sync (engines on old weights): both sides compute in float32"
+    return (
+        f"the weight sync (engines on old weights); if the bound is passed by little, the rounding of "
+        f"`model.dtype` ({cfg.model.dtype}), which the bound must leave room for"
+    )
+
+
+def begin_use(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def end_use(device: str) -> RankUse:
+    """Returns the memory use of this process since `begin_use`."""
+    resident = resident_bytes([psutil.Process()])
+    if device != "cuda":
+        return RankUse(resident_bytes=resident)
+    peak = torch.cuda.max_memory_allocated()
+    return RankUse(resident_bytes=resident, device=torch.cuda.get_device_name(), gpu_peak_bytes=peak)
+
+
+def model_flops(batch: TrainBatch, shape: ModelShape, *, lora: bool) -> float:
+    """Returns the FLOPs of all optimizer steps: for each 3 x the forward pass (`ModelShape.forward_flops`), because the
+    backward pass counts twice; 2 x with LoRA, where the model's matrices get no gradient. Recomputation by
+    checkpointing, and old or reference log-probabilities, do not count. A prompt counts for each of its responses, also
+    where it is computed once for several."""
+    forward = []
+    for minibatch in batch.minibatches:
+        tokens = sum(len(sequence.rollout_logprobs) for sequence in minibatch)
+        lengths = [len(sequence.token_ids) for sequence in minibatch]
+        forward.append(shape.forward_flops(lengths, head_tokens=tokens))
+    return (2 if lora else 3) * sum(forward[k] for k in batch.order)
+
+
+def rank_metrics(
+    uses: Sequence[RankUse], batch: TrainBatch, seconds: float, shape: ModelShape | None, *, lora: bool
+) -> dict[str, float]:
+    """Returns the metrics `perf/rank/` of an update. MFU = model FLOPs / (seconds x GPUs x peak FLOP/s). uses: of all
+    ranks. seconds: its duration. shape: None if unknown."""
+    metrics = {"perf/rank/resident_bytes": float(max(use.resident_bytes for use in uses))}
+    if uses[0].device:
+        tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
+        metrics["perf/rank/gpu_peak_bytes"] = float(max(use.gpu_peak_bytes for use in uses))
+        metrics["perf/rank/tokens_per_s_per_gpu"] = tokens / (seconds * len(uses))
+    peaks = [peak_flops(use.device) for use in uses]
+    if shape is not None and None not in peaks:
+        peak = sum(each for each in peaks if each is not None)
+        metrics["perf/rank/mfu"] = model_flops(batch, shape, lora=lora) / (seconds * peak)
     return metrics

@@ -29,12 +29,13 @@ def split_batch(
 ) -> list[RankWork]:
     """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`). Raises ValueError for a
     sequence longer than `max_tokens`, the bound on a micro-batch."""
-    shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
-    for sequences in batch.minibatches:
-        packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
-        for share, micro_batches in zip(shares, packed, strict=True):
-            share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
-    return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
+    packed = [
+        split_sequences(sequences, num_ranks, max_tokens, equal_at, share_prompts)[0] for sequences in batch.minibatches
+    ]
+    return [
+        RankWork(version=batch.version, minibatches=tuple(shares[rank] for shares in packed), order=batch.order)
+        for rank in range(num_ranks)
+    ]
 
 
 def split_sequences(
@@ -42,7 +43,9 @@ def split_sequences(
 ) -> tuple[list[MicroBatches], Callable[[Sequence[list[Any]]], list[Any]]]:
     """Packs sequences over ranks as `split_batch` does. Also returns a function that puts the ranks' results, one per
     sequence in the order of their micro-batches, back into the order of the sequences."""
-    packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    shared = [sequence.shared_prompt for sequence in sequences] if share_prompts else []
+    packed = pack(lengths, num_ranks, max_tokens, equal_at, [(prompt.tobytes(), len(prompt)) for prompt in shared])
 
     def in_order(results: Sequence[list[Any]]) -> list[Any]:
         found: dict[int, Any] = {}
@@ -51,14 +54,6 @@ def split_sequences(
         return [found[i] for i in range(len(sequences))]
 
     return [tuple(tuple(sequences[i] for i in indices) for indices in share) for share in packed], in_order
-
-
-def _pack(
-    sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int, share_prompts: bool
-) -> list[list[list[int]]]:
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    shared = [sequence.shared_prompt for sequence in sequences] if share_prompts else []
-    return pack(lengths, num_ranks, max_tokens, equal_at, [(prompt.tobytes(), len(prompt)) for prompt in shared])
 
 
 def known_shape(model_path: str) -> ModelShape | None:

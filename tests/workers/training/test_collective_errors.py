@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from workers.training import unanimous as module
-from workers.training.standing import Standing
-from workers.training.unanimous import FilesError, OwnWork, Refused, Unanimous
+from workers.training import collective_errors as module
+from workers.training.collective_errors import FilesError, OwnWork, RankVersion, Refused, Unanimous
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_what_would_fail_again_is_not_kept(error: BaseException) -> None:
 
 
 def test_a_change_that_ends_makes_the_next_version():
-    standing = Standing()
+    standing = RankVersion()
     standing.check("an update", 0)
     with standing.changing("the update", to=1, or_nothing=True):
         with pytest.raises(Refused, match="refuse a checkpoint: the update did not come to its end"):
@@ -61,7 +60,7 @@ def test_a_change_that_ends_makes_the_next_version():
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_after_any_other_error_the_weights_are_of_no_version_until_some_are_loaded(error):
-    standing = Standing()
+    standing = RankVersion()
     with pytest.raises(type(error)), standing.changing("the update", to=1, or_nothing=True):
         raise error
     for version in (None, 0, 1):
@@ -73,7 +72,7 @@ def test_after_any_other_error_the_weights_are_of_no_version_until_some_are_load
 
 
 def test_a_change_that_all_ranks_refuse_leaves_the_version_but_half_a_load_is_none():
-    standing = Standing()
+    standing = RankVersion()
     with pytest.raises(Unanimous), standing.changing("the update", to=1, or_nothing=True):
         raise Unanimous("other weights")
     standing.check("a checkpoint", 0)

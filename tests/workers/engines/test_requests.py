@@ -14,11 +14,11 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import DROPPED
 from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import GroupStream
-from dapo.types import Response, Sampling, VersionSpan
+from dapo.types import Request, Response, Sampling, VersionSpan
 from tests.support.driver.loops import PROMPTS, some_mixed
 from tests.support.engines.played import SLOTS, STOP, World, played_pool, text_of
 from tests.support.fakes import FakeRewards
-from workers.engines.unfinished import NOTHING, Unfinished, joined
+from workers.engines.requests import NOTHING, Unfinished, joined
 from workers.rollout import RolloutPool
 
 CAP, N = 24, 4
@@ -59,7 +59,7 @@ async def play(pool: RolloutPool, world: World, moves: list[tuple[str, int]]) ->
 async def group(pool: RolloutPool, found: dict[tuple[str, int], Response], k: int, background: bool = False) -> None:
     """Generates a group into `found`."""
     key, seeds = f"g{k}", range(100 * k, 100 * k + N)
-    async for number, response in pool.generate(key, PROMPT, SAMPLING, seeds, background=background):
+    async for number, response in pool.generate(Request(key, PROMPT, SAMPLING, seeds, background)):
         assert (key, number) not in found
         found[key, number] = response
 
@@ -172,10 +172,10 @@ class Watched(RolloutPool):
         self.__dict__ |= pool.__dict__
         self.given: dict[str, list[Response]] = {}
 
-    async def generate(self, key, *args, **kwargs):
-        self.given[key] = []
-        async for number, response in super().generate(key, *args, **kwargs):
-            self.given[key].append(response)
+    async def generate(self, request, prefix=None):
+        self.given[request.key] = []
+        async for number, response in super().generate(request, prefix):
+            self.given[request.key].append(response)
             yield number, response
 
 

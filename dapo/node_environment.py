@@ -1,11 +1,36 @@
-"""Selects the network interface of process groups that span machines, for gloo and NCCL's sockets."""
+"""Environment variables of a process that torch, gloo and NCCL read: allocator, and interface of process groups."""
 
 import os
+import re
 import socket
 
 import psutil
 
+from dapo.config.schema import Config
+from dapo.derived import hands_over_memory
+
 GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch uses the first that is set
+REMEDY = "leave expandable_segments out on every node, before Ray starts there"
+
+
+def expandable_segments() -> str:
+    """Describes the problem of expandable segments; empty if this process's environment leaves them off. Another
+    process opens such memory with a file descriptor of the rank (pidfd_getfd); containers and Yama forbid that."""
+    name = next((each for each in VARIABLES if os.environ.get(each)), VARIABLES[0])
+    given = os.environ.get(name, "")
+    if not re.search(r"expandable_segments\s*:\s*(true|1)", given, re.IGNORECASE):
+        return ""
+    return (
+        f"{name} ({given}): memory in expandable segments is opened by another process only with the right to trace "
+        "the rank, which containers do not give; engines take their weights from such memory (transport ipc)"
+    )
+
+
+def check_allocator(cfg: Config, device: str) -> None:
+    """Raises ValueError in a rank whose memory engines could not open. device: the rank's."""
+    if device == "cuda" and cfg.trainer.preflight and hands_over_memory(cfg) and (found := expandable_segments()):
+        raise ValueError(f"{found}; {REMEDY} (trainer.preflight=false starts the run all the same)")
 
 
 def sockets_towards(address: str) -> None:

@@ -1,9 +1,8 @@
-"""Makes all ranks raise the same error for a failure on some of them, so that no rank waits for another in a
-collective.
+"""Errors that all ranks raise alike, so that no rank waits for another in a collective, and the policy version of a
+rank's weights. The driver continues after a `Unanimous`; after any other error it does not know the ranks' state."""
 
-The driver continues after such an error (`Unanimous`); after any other error of a rank it does not know their state.
-"""
-
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -70,3 +69,37 @@ def _by_rank(errors: dict[int, str]) -> str:
         if error:
             ranks.setdefault(error, []).append(str(rank))
     return "; ".join(f"actor rank {', '.join(those)}: {error}" for error, those in ranks.items())
+
+
+class RankVersion:
+    """The policy version of a rank, 0 at first, and the operation that failed while it changed the weights."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._half_done = ""
+
+    def check(self, what: str, version: int | None = None) -> None:
+        """Raises Refused unless the weights are those of a policy version, and of `version` if given."""
+        if self._half_done:
+            raise Refused(
+                f"the ranks refuse {what}: {self._half_done} did not come to its end, and their weights are of no "
+                "policy version; load a checkpoint"
+            )
+        if version not in (None, self.version):
+            raise Refused(
+                f"the ranks refuse {what} of policy version {version}: they are at version {self.version}; load the "
+                "checkpoint of that version"
+            )
+
+    @contextmanager
+    def changing(self, what: str, *, to: int, or_nothing: bool) -> Iterator[None]:
+        """Sets the version to `to` at the end of the block; if it raises, the weights have no version. or_nothing: a
+        block that raises Unanimous has changed nothing, and the weights stay as they were."""
+        before, self._half_done = self._half_done, what
+        try:
+            yield
+        except Unanimous:
+            if or_nothing:
+                self._half_done = before
+            raise
+        self.version, self._half_done = to, ""
