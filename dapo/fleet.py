@@ -26,7 +26,7 @@ from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
 from workers.trajectories import TrajectoryPool
-from workers.turns.fleet import TurnFleet
+from workers.turns import TurnFleet
 from workers.weight_sync import NoSync, WeightSync
 
 STOP_GRACE_S = 3.0

@@ -131,7 +131,7 @@ class RewardPool:
     async def start(self, start_timeout_s: float) -> str:
         """Waits until every worker has scored the known answers; returns a log line about the limits. Raises
         RemoteError if a reward function cannot be loaded or fails a known answer."""
-        starts = [each.start(start_timeout_s) for each in (self.fleet, *self._beside)]
+        starts = [each.start(start_timeout_s) for each in (self.fleet.workers, *self._beside)]
         about = (await asyncio.gather(*starts))[0]
         self._reads_last, self._asks = about["reads_last"], about["asks"]
         return describe(self._cfg, about)
@@ -167,7 +167,7 @@ class RewardPool:
         seconds = max(now - self._lapped, 1e-9)
         children_s = seconds * self._cfg.num_workers * self._cfg.children_per_worker
         metrics = {
-            "perf/restarted_reward_workers": sum(fleet.respawned for fleet in fleets),
+            "perf/restarted_reward_workers": sum(fleet.workers.restarts for fleet in fleets),
             "perf/restarted_reward_children": self._respawned_children,
             **({} if self._judges is None else {"perf/restarted_judges": self._judges.restarts}),
             "perf/reward/queue_mean": (area - self._unscored_before) / seconds,
@@ -179,7 +179,7 @@ class RewardPool:
         return metrics
 
     def stop(self) -> None:
-        for each in (self.fleet, *self._beside):
+        for each in (self.fleet.workers, *self._beside):
             each.stop()
 
     async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:

@@ -77,7 +77,7 @@ class RewardModelPool:
     async def start(self, timeout_s: float) -> None:
         """Waits until every worker has loaded the model and scored a plain conversation. timeout_s: also for every
         replacement later. Raises RemoteError if the model cannot be loaded or used."""
-        await self.fleet.start(timeout_s)
+        await self.fleet.workers.start(timeout_s)
 
     async def score(self, prompt: Prompt, response: Response) -> float:
         """Returns the model's score of one response, NaN if there is none: `failures` counts the reason. Raises
@@ -90,7 +90,7 @@ class RewardModelPool:
         return score.value
 
     def stop(self) -> None:
-        self.fleet.stop()
+        self.fleet.workers.stop()
 
     def _watch(self, score: ModelScore, prompt: Prompt) -> None:
         """Counts and logs responses without a score; raises if there are no others."""

@@ -9,19 +9,20 @@ first turn with the same seeds; then its response is unscorable. The loss of a w
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
 from dapo.turns.protocol import Ask, Generated, Trajectory
-from dapo.types import Int32Array, Prompt, Request, Response, Sampling
+from dapo.types import Int32Array, Prompt, Request, Response, Sampling, VersionSpan
 from workers.engines.requests import Prefix
 from workers.remote import RemoteError
-from workers.turns.fleet import TurnFleet, TurnLost, WorkerGone
-from workers.turns.held import Held
+from workers.turns import TurnFleet, TurnLost, WorkerGone
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 0.5
@@ -47,6 +48,57 @@ class _Group:
     running: set[str] = field(default_factory=set)
     thinking: int = 0
     prefix: Prefix = field(default_factory=Prefix)
+
+
+@dataclass(kw_only=True, slots=True)
+class Held:
+    """A response of several turns so far. cut: it has reached its length limit."""
+
+    token_ids: list[Int32Array] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    mask: list[np.ndarray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    length: int = 0
+    engine: int = -1
+    seconds: float = 0.0
+    cut: bool = False
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample."""
+        if token_ids:
+            count = len(token_ids)
+            self._append(np.array(token_ids, np.int32), np.full(count, np.nan, np.float32), sampled=False)
+
+    def take(self, part: Response) -> None:
+        for span in part.policy_versions:
+            moved = replace(span, start=span.start + self.length, end=span.end + self.length)
+            if self.spans and (self.spans[-1].version, self.spans[-1].end) == (moved.version, moved.start):
+                moved = replace(moved, start=self.spans.pop().start)
+            self.spans.append(moved)
+        self._append(part.token_ids, part.rollout_logprobs, sampled=True)
+        self.engine, self.seconds = part.engine, self.seconds + part.seconds
+
+    def _append(self, token_ids: Int32Array, logprobs: np.ndarray, *, sampled: bool) -> None:
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.mask.append(np.full(len(token_ids), sampled))
+        self.length += len(token_ids)
+
+    def all_ids(self, prompt: Int32Array) -> Int32Array:
+        return np.concatenate([prompt, *self.token_ids]) if self.token_ids else prompt
+
+    def response(self, finish_reason: str, text: str = "") -> Response:
+        mask = np.concatenate([np.zeros(0, np.bool_), *self.mask])
+        return Response(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.token_ids]),
+            rollout_logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
+            text=text,
+            finish_reason=finish_reason,
+            policy_versions=tuple(self.spans),
+            engine=self.engine,
+            seconds=self.seconds,
+            token_mask=None if mask.all() else mask,
+        )
 
 
 class TrajectoryPool:
@@ -83,7 +135,7 @@ class TrajectoryPool:
 
     def lap(self) -> dict[str, float]:
         """Returns metrics of the engines since the last lap, and the total replacements of function workers."""
-        return self._engines.lap() | {"perf/restarted_function_workers": float(self._functions.respawned)}
+        return self._engines.lap() | {"perf/restarted_function_workers": float(self._functions.workers.restarts)}
 
     async def generate(self, request: Request) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to `request.problem` as they end, each with its number."""

@@ -24,7 +24,7 @@ LOSSES = {  # texts of the warnings
     "engines": re.compile(r"engine \d+ is lost"),
     "actors": re.compile(r"the actors are lost"),
     "reward_workers": re.compile(r"reward worker \d+ is replaced"),
-    "function_workers": re.compile(r"the worker of `rollout.function` number \d+ is replaced"),
+    "function_workers": re.compile(r"`rollout.function` worker \d+ is replaced"),
     "judges": re.compile(r"judge \d+ is (?:lost|replaced)"),
 }
 Records = Sequence[Mapping[str, Any]]

@@ -47,7 +47,7 @@ def run_with_fakes(monkeypatch, use, *, workers=2, trouble=no_trouble, canary=No
     canary = canary or (lambda index: ModelScore(value=1.0))
     warn = (lambda message: None) if warnings is None else warnings.append
     monkeypatch.setattr(RewardModelPool, "_create", lambda self, index: FakeWorker(index, calls, trouble, canary))
-    monkeypatch.setattr("workers.scoring.fleet.ray.kill", lambda worker: None)
+    monkeypatch.setattr("workers.supervise.ray.kill", lambda worker: None)
 
     async def body():
         pool = RewardModelPool(RewardModelConfig(path="m", **settings), [{}] * workers, device="cpu", warn=warn)
@@ -85,7 +85,7 @@ async def hangs_on_bad(index, texts):
 @pytest.mark.parametrize("trouble", [raises_on_bad, hangs_on_bad], ids=["raises", "silent"])
 def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatch):
     async def use(pool):
-        return await score_all(pool, ["a", "bb", "bad", "dddd"]), pool.fleet.respawned, dict(pool.failures)
+        return await score_all(pool, ["a", "bb", "bad", "dddd"]), pool.fleet.workers.restarts, dict(pool.failures)
 
     warnings = []
     (scores, respawned, failures), calls = run_with_fakes(
@@ -172,7 +172,7 @@ def test_scores_are_those_of_transformers_though_a_worker_is_killed(ray_cluster,
             tasks = [asyncio.create_task(score_all(pool, [text], LENGTH)) for text in LOAD]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             os.kill(pid, signal.SIGKILL)
-            return [score for task in tasks for score in await task], pool.fleet.respawned, dict(pool.failures)
+            return [score for task in tasks for score in await task], pool.fleet.workers.restarts, dict(pool.failures)
         finally:
             pool.stop()
 

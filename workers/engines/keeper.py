@@ -4,6 +4,7 @@ with the actors to sleep while the actors train, at the deepest level of vLLM's 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
@@ -11,8 +12,8 @@ from dapo.report.watchdog import waiting
 from workers.engines.load import engine_metrics
 from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, wait_for_all
+from workers.supervise import PAUSE_S, keep_up
 
-PAUSE_S = 1.0  # after a failed start
 DEEPEST, LIGHTEST = 2, 1  # levels of vLLM's sleep: without weights, with weights on the host
 
 
@@ -20,7 +21,7 @@ class Keeper:
     """All engine slots.
 
     changed: set, then replaced, whenever an engine may serve or none ever will. exhausted: why the run cannot go on.
-    rejoin: gives a restarted engine its weights; must be set before the first group is generated. turn: set while the
+    turn: set while the
     engines, not the actors, own the GPUs that both share; engines on shared GPUs start only then. Those are the lent
     engines, or all engines if none is lent. level: of vLLM's sleep, decided by the first comparison with the actors
     after a sleep. level_proven: engines that slept at this level computed the same as the actors.
@@ -76,26 +77,21 @@ class Keeper:
                 if slot.limit.spent() or str(error) == before:
                     raise
                 before, start = str(error), slot.restart
+                slot.limit.add()
                 self._warn(f"engine {slot.number} did not start, and is started again: {error}")
                 await asyncio.sleep(PAUSE_S)
         slot.limit.worked()
 
     async def _watch(self, slot: EngineSlot, *arguments: Any) -> None:
-        while True:
+        async def until_lost() -> str:
             reason = await slot.until_lost()
-            self._warn(f"engine {slot.number} is lost: {reason}")
             slot.drop()
-            while not slot.started:
-                if slot.limit.spent():
-                    self._give_up(slot)
-                    return
-                try:
-                    await self._restart(slot, *arguments)
-                except RemoteError as error:
-                    self._warn(f"engine {slot.number} did not start again: {error}")
-                    await asyncio.sleep(PAUSE_S)
-            slot.limit.worked()
-            await self._rejoin(slot)
+            return reason
+
+        name = f"engine {slot.number}"
+        restart, rejoin = partial(self._restart, slot, *arguments), partial(self._rejoin, slot)
+        await keep_up(name, slot.limit, until_lost, restart, self._warn, rejoin)
+        self._give_up(slot)
 
     async def _restart(self, slot: EngineSlot, *arguments: Any) -> None:
         with waiting(f"the actors to leave their GPUs to engine {slot.number}, which starts again"):

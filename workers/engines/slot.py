@@ -144,7 +144,6 @@ class EngineSlot:
 
     async def restart(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
         """Starts a new engine in place of a dropped one. If that fails, drops it too and raises RemoteError."""
-        self.limit.add()
         self.restarts += 1
         self.proven, self.rested, self.follower = False, False, Follower()
         self._make()

@@ -1,5 +1,4 @@
-"""Supervises one judge server: starts vLLM's server, probes it regularly, and restarts it when it is lost. Needs no
-Ray."""
+"""Starts one judge server, which is vLLM's, and tells whether it is lost. Needs no Ray."""
 
 import asyncio
 import os
@@ -15,8 +14,6 @@ from typing import IO
 
 import httpx
 
-from dapo.faults.restarts import Restarts
-
 PROGRAM = ("-m", "workers.judging.process")
 NAME = "judge"  # of the model at the endpoint
 LOOK_S = 0.2  # between two checks of the process
@@ -27,17 +24,13 @@ _REASON = re.compile(r"^(?:\(.*?pid=\d+\)\s*)?((?:[\w.]*(?:Error|Exception)\b|vl
 
 
 class Server:
-    """The server process. url: includes the API version, and is stable as long as its port is free. up: whether it
-    answers. answered: successful probes so far. restarts: of its process. failure: why it is not restarted any more, or
-    ""."""
+    """The server process. url: includes the API version."""
 
-    def __init__(self, arguments: Sequence[str], host: str, *, silence_s: float, max_restarts: int) -> None:
+    def __init__(self, arguments: Sequence[str], host: str, *, silence_s: float) -> None:
         """arguments: of vLLM's server. silence_s: longest time for one token."""
         self.key = secrets.token_hex(32)
-        self.up, self.answered, self.restarts, self.failure = False, 0, 0, ""
-        self.changed = asyncio.Event()
-        self._arguments, self._host, self._port = list(arguments), host, 0
-        self._silence_s, self._limit = silence_s, Restarts(max_restarts)
+        self._arguments, self._host, self._port = list(arguments), host, _free_port(host)
+        self._silence_s, self._lost = silence_s, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._client = httpx.AsyncClient(timeout=silence_s, trust_env=False, verify=False)  # without TLS
         self._output: _Output | None = None
@@ -54,8 +47,6 @@ class Server:
     async def start(self, timeout_s: float) -> None:
         """Starts the process and waits until it has answered a request. Raises RuntimeError with the reason if it does
         not."""
-        if not self._port:
-            self._port = _free_port(self._host)
         self._process = subprocess.Popen(
             [
                 *(sys.executable, *PROGRAM, *self._arguments, "--served-model-name", NAME),
@@ -79,29 +70,20 @@ class Server:
         except BaseException:
             self.kill()
             raise
-        self.up = True
-        self.changed.set()
 
-    async def keep(self, timeout_s: float) -> None:
-        """Restarts the server whenever it is lost; returns when the restart limit is reached. timeout_s: for one
-        start."""
-        while True:
-            reason = await self._until_lost()
-            self.up = False
+    async def check(self, *, now: bool) -> None:
+        """Returns when the server has answered a probe, made at once (`now`) or after `PROBE_S`. Kills it and raises
+        RuntimeError as soon as it is lost: it has ended, hangs, or has lost its engine."""
+        probing = asyncio.create_task(self._until_answer(0.0 if now else PROBE_S))
+        try:
+            while not (ended := self._ended()) and not probing.done():
+                await asyncio.wait({probing}, timeout=LOOK_S)
+            self._lost = ended or probing.result()
+        finally:
+            probing.cancel()
+        if self._lost:
             self.kill()
-            while not self.up:
-                if self._limit.spent():
-                    self.failure = f"it was started again {self._limit.count()} times in an hour or in a row; {reason}"
-                    self.changed.set()
-                    return
-                self._limit.add()
-                self.restarts += 1
-                self.changed.set()
-                try:
-                    await self.start(timeout_s)
-                except (RuntimeError, OSError) as error:
-                    reason, self._port = str(error), 0  # another process may have taken the port
-            self._limit.worked()
+            raise RuntimeError(self._lost)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -126,27 +108,17 @@ class Server:
             await asyncio.sleep(LOOK_S)
         raise RuntimeError(ended)
 
-    async def _until_lost(self) -> str:
-        probing = asyncio.create_task(self._until_silent())
-        try:
-            while not (ended := self._ended()) and not probing.done():
-                await asyncio.wait({probing}, timeout=LOOK_S)
-            return ended or probing.result()
-        finally:
-            probing.cancel()
-
-    async def _until_silent(self) -> str:
-        """Waits until probes fail and returns how. This detects a process that lives but hangs or has lost its
-        engine."""
-        failures = 0
-        while failures < FAILURES:
-            await asyncio.sleep(PROBE_S)
+    async def _until_answer(self, pause_s: float) -> str:
+        """Returns "" once a probe is answered, or how probes fail."""
+        for _ in range(FAILURES):
+            await asyncio.sleep(pause_s)
             try:
                 answer = await self._probe()
             except httpx.TimeoutException:
                 return f"it gave no token within {self._silence_s:g} s (`reward.judge.engine.silence_s`)"
-            failures = 0 if answer == 200 else failures + 1
-            self.answered += answer == 200
+            if answer == 200:
+                return ""
+            pause_s = PROBE_S
         return f"it answered {answer}" if answer else "it takes no connection"
 
     async def _probe(self) -> int:
@@ -162,7 +134,9 @@ class Server:
         return answer.status_code
 
     def _ended(self) -> str:
-        """Returns how the process ended; "" while it lives."""
+        """Returns how the process ended, or why it was lost; "" while it lives."""
+        if self._lost:
+            return self._lost
         assert self._process is not None
         status = self._process.poll()
         return "" if status is None else f"its process ended (exit status {status}): {self._reason()}"

@@ -30,8 +30,8 @@ class Judges(Protocol):
     servers: the `url`, `key` and start number (`start`) of each serving judge. there: the same, but waits for one.
     heard: waits until each serving judge has answered a probe or is lost."""
 
-    failure: str
-
+    @property
+    def failure(self) -> str: ...
     @property
     def restarts(self) -> int: ...
     async def start(self, timeout_s: float) -> None: ...

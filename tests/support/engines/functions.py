@@ -7,7 +7,7 @@ from dapo.tiny.tokenizer import make_tokenizer
 from dapo.turns.protocol import Failed, Generated, Step
 from dapo.turns.session import Session
 from dapo.types import Prompt, Sampling
-from workers.turns.fleet import TurnLost
+from workers.turns import TurnLost
 
 TOKENIZER = make_tokenizer()
 
@@ -35,7 +35,7 @@ class LocalCall:
 
 
 class LocalFunctions:
-    """Stands in for `workers.turns.fleet.TurnFleet`. open: calls that have not ended; names: of all there were."""
+    """Stands in for `workers.turns.TurnFleet`. open: calls that have not ended; names: of all there were."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float = 30.0) -> None:
         self.function, self.timeout_s = function, timeout_s

@@ -1,4 +1,4 @@
-"""A judge as a run starts it: vLLM's own server with the tiny base model, kept up by an event loop in a thread."""
+"""A judge as a run starts it: vLLM's own server with the tiny base model, kept by an event loop in a thread."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ class KeptServer:
 
 @contextmanager
 def kept_judge(**options: Any) -> Iterator[KeptServer]:
-    """Starts a server and keeps it up for as long as the block lasts. options: of `Server`."""
+    """Starts a server for as long as the block lasts. options: of `Server`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -41,9 +41,7 @@ def kept_judge(**options: Any) -> Iterator[KeptServer]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(START_S + 60)
 
     async def make() -> Server:
-        return Server(
-            server_arguments(ENGINE, "cpu"), "127.0.0.1", **{"silence_s": 300.0, "max_restarts": 3, **options}
-        )
+        return Server(server_arguments(ENGINE, "cpu"), "127.0.0.1", **{"silence_s": 300.0, **options})
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_environment("cpu", 1).items():
@@ -60,7 +58,6 @@ def kept_judge(**options: Any) -> Iterator[KeptServer]:
 
         try:
             call(server.start(START_S))
-            asyncio.run_coroutine_threadsafe(server.keep(START_S), loop)
             yield KeptServer(server, call)
         finally:
             call(end())

@@ -143,7 +143,7 @@ def test_vllm_calls_nothing_that_our_logger_lacks() -> None:
 class HalfASecond:
     """Stands for two workers of two children each, which take half a second for every response."""
 
-    respawned = 1
+    workers = SimpleNamespace(restarts=1)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.clock = Clock()

@@ -26,7 +26,7 @@ from tests.support.engines.played import World, played_pool
 from tests.support.fakes import FakeRewards, make_prompt
 from workers.remote import RemoteError
 from workers.trajectories import MAX_GONE, TrajectoryPool
-from workers.turns.fleet import WorkerGone
+from workers.turns import WorkerGone
 
 CAP, N = 24, 4
 SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP)

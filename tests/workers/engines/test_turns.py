@@ -30,7 +30,7 @@ class Slot:
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
         self.let_start.set()
         self.refuses, self.known = "", False
-        self.limit = SimpleNamespace(spent=lambda: self.restarts >= 5, worked=lambda: None, most=5)
+        self.limit = SimpleNamespace(spent=lambda: self.restarts >= 5, add=lambda: None, worked=lambda: None, most=5)
         self.failures = []
 
     started = property(lambda self: self.size is not None)

@@ -1,5 +1,5 @@
-"""How judges are kept up, and the driver's side of them, without Ray and vLLM. Actors are in this process. A program in
-place of vLLM's server starts in no time and fails as files in its folder tell it to."""
+"""How judges are watched and replaced, and the driver's side of them, without Ray and vLLM. Actors are in this process.
+A program in place of vLLM's server starts in no time and fails as files in its folder tell it to."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ from ray.exceptions import RayActorError
 
 from dapo.config.reward import JudgeEngineConfig
 from dapo.config.schema import Config
-from workers import judge
-from workers.judge import JudgePool, State, server_arguments
+from workers import judge, supervise
+from workers.judge import JudgePool, server_arguments
 from workers.judging import server as serving
 from workers.judging.server import Server
 from workers.placing.asked import count_gpus, pools
@@ -68,66 +68,55 @@ def gone(pid: int) -> bool:
         return True
 
 
-def keep(use: Any, max_restarts: int = 3) -> None:
-    """Starts a server, keeps it up and uses it."""
+def serve(use: Any) -> None:
+    """Starts a server and uses it."""
 
     async def whole() -> None:
-        server = Server([], "127.0.0.1", silence_s=60.0, max_restarts=max_restarts)
+        server = Server([], "127.0.0.1", silence_s=60.0)
         try:
             await server.start(60)
-            keeping = asyncio.create_task(server.keep(60))
             async with asyncio.timeout(120):
                 await use(server)
-            keeping.cancel()
         finally:
             server.kill()
 
     asyncio.run(whole())
 
 
-def test_a_server_that_ends_is_started_again_at_its_address_without_its_old_engine(program: Path) -> None:
+def test_a_server_that_ends_is_lost_with_its_engine(program: Path) -> None:
     def engine() -> int:
         return int((program / "engine").read_text())
 
     async def use(server: Server) -> None:
-        url, pid, old = server.url, server.pid, engine()
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: server.restarts == 1 and server.up)
-        assert server.url == url and server.pid != pid and not server.failure
-        await until(lambda: gone(old))
+        await server.check(now=True)
         assert not gone(engine())
+        os.kill(server.pid, signal.SIGKILL)
+        for now in (False, True):
+            with pytest.raises(RuntimeError, match="its process ended .exit status -9"):
+                await server.check(now=now)
+        await until(lambda: gone(engine()))
 
-    keep(use)
-    assert {path.read_text() for path in program.glob("start*")} == {(program / "start0").read_text()}  # one key
-    asyncio.run(asyncio.wait_for(until(lambda: gone(engine())), 60))  # killed with the rest
+    serve(use)
 
 
-def test_a_server_whose_engine_fails_is_started_again(program: Path) -> None:
+def test_a_server_whose_engine_fails_is_lost(program: Path) -> None:
     async def use(server: Server) -> None:
         (program / "status").write_text("500")
-        await until(lambda: server.restarts == 1)
-        assert not server.up  # it waits for an answer that is one
-        (program / "status").unlink()
-        await until(lambda: server.up)
+        with pytest.raises(RuntimeError, match="it answered 500"):
+            await server.check(now=False)
+        assert not server.pid
 
-    keep(use)
+    serve(use)
 
 
-def test_a_server_that_ends_again_and_again_is_given_up_with_the_reason_and_its_output_never_holds_it_up(
-    program: Path,
-) -> None:
+def test_output_never_holds_a_server_up_and_nothing_stays_open(program: Path) -> None:
     (program / "chatty").touch()
 
     async def use(server: Server) -> None:
         assert os.stat(f"/proc/{server.pid}/fd/1").st_size < 1e6  # of 16 MiB
-        (program / "broken").touch()
-        os.kill(server.pid, signal.SIGKILL)
-        await until(lambda: bool(server.failure))
-        assert server.restarts == 2 and not server.up
-        assert "2 times" in server.failure and "exit status 1): ValueError: no such model" in server.failure
 
     before = len(os.listdir("/proc/self/fd"))
-    keep(use, max_restarts=2)
+    serve(use)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -141,7 +130,7 @@ def test_a_server_that_ends_again_and_again_is_given_up_with_the_reason_and_its_
 )
 def test_a_server_that_does_not_start_is_an_error_with_the_reason(program: Path, file, text, timeout_s, reason) -> None:
     async def start() -> None:
-        await Server([], "127.0.0.1", silence_s=60.0, max_restarts=0).start(timeout_s)
+        await Server([], "127.0.0.1", silence_s=60.0).start(timeout_s)
 
     (program / file).write_text(text)
     with pytest.raises(RuntimeError, match=reason):
@@ -157,8 +146,8 @@ class LocalActor:
     def __getattr__(self, name: str) -> Any:
         class Call:
             @staticmethod
-            def remote(*arguments: Any) -> Any:
-                return asyncio.ensure_future(self.answer(getattr(self.held, name)(*arguments)))
+            def remote(*arguments: Any, **named: Any) -> Any:
+                return asyncio.ensure_future(self.answer(getattr(self.held, name)(*arguments, **named)))
 
         return Call
 
@@ -179,8 +168,6 @@ class LocalActor:
     def kill(self) -> None:
         self.dead = True
         self.held._server.kill()
-        if task := getattr(self.held, "_task", None):  # it had started
-            task.cancel()
 
     def signal(self, number: int) -> None:
         os.kill(self.held._server.pid, number)
@@ -196,9 +183,9 @@ def pool(program: Path, monkeypatch: pytest.MonkeyPatch) -> JudgePool:
             self.options = lambda **_: self
 
     monkeypatch.setattr(judge.ray, "remote", Remote)
-    monkeypatch.setattr(judge.ray, "kill", lambda handle: handle.kill())
+    monkeypatch.setattr(supervise, "_kill", lambda handle: handle.kill())
     monkeypatch.setattr(judge.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(judge, "POLL_S", 0.05)
+    monkeypatch.setattr(supervise, "PAUSE_S", 0.05)
     warnings: list[str] = []
     config = JudgeEngineConfig(path="judge", max_restarts=2)
     made = JudgePool(config, [{}, {}], device="cpu", warn=warnings.append)
@@ -211,7 +198,7 @@ def run(pool: Any, use: Any) -> None:
         try:
             async with asyncio.timeout(120):
                 await pool.start(60)
-                await use(*[place.handle for place in pool._places])
+                await use(*[each.handle for each in pool._workers.all])
         finally:
             pool.stop()
 
@@ -224,29 +211,23 @@ def test_a_server_that_is_lost_leaves_the_other_and_comes_back(pool: Any) -> Non
         assert len({server["url"] for server in both}) == len({server["key"] for server in both}) == 2
         first.signal(signal.SIGKILL)
         await until(lambda: pool.servers() == both[1:])
-        await until(lambda: pool.servers() == [{**both[0], "start": "1"}, both[1]])
-        assert both[0]["start"] == "0" and pool.restarts == 1 and not pool.failure
-        assert pool.warnings == ["judge 0 is lost, and its server is started again (restart 1)"]
+        await until(lambda: len(pool.servers()) == 2)
+        new, other = pool.servers()
+        assert other == both[1] and new["key"] != both[0]["key"]
+        assert (both[0]["start"], new["start"]) == ("0", "1") and pool.restarts == 1 and not pool.failure
+        [warning] = pool.warnings
+        assert warning.startswith("judge 0 is lost: ") and "its process ended (exit status -9)" in warning
 
     run(pool, use)
 
 
-@pytest.mark.parametrize("lost", ["actor", "watch"])
-def test_an_actor_that_is_lost_or_looks_after_its_server_no_more_is_replaced(pool: Any, lost: str) -> None:
-    async def ended() -> None:
-        raise TypeError("a defect")
-
+def test_an_actor_that_is_lost_is_replaced(pool: Any) -> None:
     async def use(first: Any, second: Any) -> None:
         both = pool.servers()
-        if lost == "actor":
-            second.kill()
-        else:
-            second.held._task.cancel()
-            second.held._task = asyncio.create_task(ended())
+        second.kill()
         await until(lambda: pool.restarts == 1 and len(pool.servers()) == 2)
         assert pool.servers()[0] == both[0] and pool.servers()[1]["key"] != both[1]["key"]
-        assert "judge 1 is replaced" in pool.warnings[0]
-        assert lost == "actor" or "its server is kept up no more: TypeError: a defect" in pool.warnings[0]
+        assert "judge 1 is lost" in pool.warnings[0]
 
     run(pool, use)
 
@@ -254,15 +235,12 @@ def test_an_actor_that_is_lost_or_looks_after_its_server_no_more_is_replaced(poo
 @pytest.mark.parametrize("lost", ["actors", "servers"])
 def test_who_asks_while_no_judge_serves_waits_for_one(pool: Any, lost: str) -> None:
     async def use(*handles: Any) -> None:
-        before = pool.servers()
         for handle in handles:
             handle.kill() if lost == "actors" else handle.signal(signal.SIGKILL)
         await until(lambda: pool.servers() == [])
         found, *others = await asyncio.gather(*[pool.there() for _ in range(3)])
         assert found and others == [found] * 2
         assert all(server["start"] == "1" for server in found)
-        known = {server["key"] for server in before} & {server["key"] for server in found}
-        assert bool(known) == (lost == "servers")
 
     run(pool, use)
 
@@ -284,14 +262,9 @@ def test_who_was_not_answered_hears_whether_the_judges_stand_still(pool: Any) ->
 
 def test_a_judge_that_is_given_up_is_heard_of_and_ends_the_run_if_no_other_is_left(pool: Any) -> None:
     async def use() -> None:
-        first, second = pool._places
-        first.state = State(url="http://a/v1", key="k", up=True, answered=3, restarts=0, failure="")
-        hearing = asyncio.create_task(pool.heard())
-        await asyncio.wait({hearing}, timeout=0.02)
-        assert not hearing.done()
+        first, second = pool._workers.all
+        await pool.heard()  # of judges that load nothing is to be heard
         pool._give_up(first, "lost too often")
-        await hearing
-        await pool.heard()  # of the other, which loads, nothing is to be heard
         assert not pool.failure
         pool._give_up(second, "lost too often")
         assert "no judge is left" in pool.failure and await pool.there() == []
@@ -303,7 +276,7 @@ def test_the_run_ends_where_no_judge_is_left(pool: Any, program: Path) -> None:
     async def use(first: Any, second: Any) -> None:
         (program / "broken").touch()
         first.signal(signal.SIGKILL)
-        await until(lambda: pool._places[0].state is None)
+        await until(lambda: 0 in pool._given_up)
         assert not pool.failure and len(pool.servers()) == 1
         second.kill()
         await until(lambda: bool(pool.failure))

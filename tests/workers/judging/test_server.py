@@ -22,7 +22,7 @@ STARTER = """
 import asyncio, sys
 from workers.judging.server import Server
 async def run():
-    server = Server(["--model", "nowhere"], "127.0.0.1", silence_s=60, max_restarts=0)
+    server = Server(["--model", "nowhere"], "127.0.0.1", silence_s=60)
     starting = asyncio.create_task(server.start(600))
     while not server.pid:
         await asyncio.sleep(0.01)

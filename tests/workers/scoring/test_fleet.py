@@ -7,9 +7,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from dapo.config.reward import RewardConfig
+from workers import supervise
 from workers.remote import RemoteError, wait
 from workers.reward import RewardPool
-from workers.scoring import fleet as reward_fleet
 from workers.scoring.fleet import Fleet, WorkerLost
 from workers.scoring.verdict import CanaryError
 
@@ -75,7 +75,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    monkeypatch.setattr(reward_fleet.ray, "kill", lambda handle: None)
+    monkeypatch.setattr(supervise.ray, "kill", lambda handle: None)
 
 
 async def start_worker(worker, index, timeout_s):
@@ -88,12 +88,12 @@ def run(workers, body, count=1, timeout_s=5.0, window=WINDOW, **settings):
         waiting = iter(workers)
         settings.update(name="reward worker", count=count, window=window, timeout_s=timeout_s, timeout_key="a.key")
         fleet = Fleet(lambda index: next(waiting), start_worker, **settings)
-        await fleet.start(5.0)
+        await fleet.workers.start(5.0)
         async with asyncio.timeout(60):
             try:
                 return await body(fleet)
             finally:
-                fleet.stop()
+                fleet.workers.stop()
 
     return asyncio.run(whole())
 
@@ -115,10 +115,10 @@ def test_a_check_that_loses_its_worker_for_good_is_no_success():
             await fleet.check()
         with pytest.raises(RemoteError):
             await fleet.score(ITEM)
-        return fleet.respawned
+        return fleet.workers.restarts
 
-    workers = [Worker(checks=DEAD), *[Worker(starts=DEAD) for _ in range(reward_fleet.START_ATTEMPTS)]]
-    assert run(workers, body) == reward_fleet.START_ATTEMPTS
+    workers = [Worker(checks=DEAD), *[Worker(starts=DEAD) for _ in range(supervise.START_ATTEMPTS)]]
+    assert run(workers, body) == supervise.START_ATTEMPTS
 
 
 def test_a_worker_that_dies_while_it_starts_is_tried_again():
@@ -127,12 +127,13 @@ def test_a_worker_that_dies_while_it_starts_is_tried_again():
     async def body(fleet):
         with pytest.raises(WorkerLost, match="its worker was lost"):
             await fleet.score(ITEM)
-        return await fleet.score(ITEM), fleet.respawned
+        return await fleet.score(ITEM), fleet.workers.restarts
 
     warnings = []
     workers = [Worker(calls, lost=[DEAD]), Worker(calls, starts=DEAD), Worker(calls)]
     assert run(workers, body, warn=warnings.append) == (("a verdict", 0), 2)
-    assert len(warnings) == 1 and "reward worker 0 is replaced: its worker was lost" in warnings[0]
+    assert len(warnings) == 2 and "reward worker 0 is replaced: its worker was lost" in warnings[0]
+    assert "reward worker 0 did not start: " in warnings[1]
 
 
 def test_reward_files_that_differ_are_found_at_the_start_and_after_a_loss(monkeypatch):
@@ -188,7 +189,7 @@ def test_a_cancelled_item_keeps_its_worker_busy_and_costs_the_next_one_no_try():
         gone = asyncio.ensure_future(fleet.score(ITEM))
         await asyncio.sleep(0.1)
         gone.cancel()
-        return await fleet.score(ITEM), fleet.respawned
+        return await fleet.score(ITEM), fleet.workers.restarts
 
     assert run([Worker(seconds=0.4)], body, timeout_s=0.6) == (("a verdict", 0), 0)
 
@@ -204,7 +205,7 @@ def test_items_are_dealt_by_cost_and_one_of_the_whole_window_goes_alone():
 
 
 def test_a_worker_that_is_lost_with_many_calls_under_way_is_one_loss():
-    calls = 2 * reward_fleet.MAX_LOST_IN_A_ROW
+    calls = 2 * supervise.MAX_LOST_IN_A_ROW
     dies = asyncio.Event()
 
     class Dies(Worker):
@@ -222,7 +223,7 @@ def test_a_worker_that_is_lost_with_many_calls_under_way_is_one_loss():
                 await asyncio.sleep(0.01)
         dies.set()
         lost = await asyncio.gather(*scoring, return_exceptions=True)
-        return [type(error) for error in lost], await fleet.score(ITEM), fleet.respawned
+        return [type(error) for error in lost], await fleet.score(ITEM), fleet.workers.restarts
 
     log, warnings = [], []
     assert run([Dies(log), Worker()], body, warn=warnings.append) == ([WorkerLost] * calls, ("a verdict", 0), 1)
@@ -239,7 +240,7 @@ def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_b
                 lost += 1
 
     async def lost_always(fleet):
-        with pytest.raises(RemoteError, match=f"were lost {reward_fleet.MAX_LOST_IN_A_ROW} times in a row"):
+        with pytest.raises(RemoteError, match=f"were lost {supervise.MAX_LOST_IN_A_ROW} times in a row"):
             await score_until(fleet, 100)
 
     run([Worker(lost=[DEAD]) for _ in range(6)], lost_always)
@@ -253,9 +254,9 @@ def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_b
         for _ in range(20):
             await fleet.score(ITEM)
             await asyncio.sleep(0.02)
-        return fleet.respawned
+        return fleet.workers.restarts
 
-    assert run([EverySecond() for _ in range(30)], lost_with_results) > reward_fleet.MAX_LOST_IN_A_ROW
+    assert run([EverySecond() for _ in range(30)], lost_with_results) > supervise.MAX_LOST_IN_A_ROW
 
 
 OUTCOMES = [

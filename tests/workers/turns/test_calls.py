@@ -15,7 +15,7 @@ from dapo.types import Request, Response, Sampling
 from tests.support.fakes import make_prompt
 from workers.engines.worker import Start
 from workers.trajectories import TrajectoryPool
-from workers.turns.fleet import TurnFleet
+from workers.turns import TurnFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 

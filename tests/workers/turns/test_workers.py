@@ -17,20 +17,19 @@ from dapo.turns.protocol import Ask, Generated, Queued, Step, Trajectory
 from dapo.types import Sampling
 from tests.support.fakes import make_prompt
 from workers.remote import RemoteError
-from workers.turns import fleet as module
-from workers.turns.fleet import START_ATTEMPTS, TurnFleet, TurnLost
-from workers.turns.worker import TurnWorker
+from workers.supervise import START_ATTEMPTS
+from workers.turns import TurnFleet, TurnLost, TurnWorker
 
 
 @pytest.fixture(autouse=True)
 def _no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_kill", lambda handle: None)
+    monkeypatch.setattr("workers.supervise._kill", lambda handle: None)
 
 
 def actors(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """Puts stand-ins with these methods in the places of Ray's actors."""
     remote = {name: SimpleNamespace(remote=method) for name, method in methods.items()}
-    monkeypatch.setattr(TurnFleet, "_make", lambda self: SimpleNamespace(**remote))
+    monkeypatch.setattr(TurnFleet, "_make", lambda self, index: SimpleNamespace(**remote))
 
 
 @pytest.mark.parametrize("failures", [START_ATTEMPTS - 1, START_ATTEMPTS], ids=["one-starts", "none-starts"])
@@ -38,11 +37,10 @@ def test_a_replacement_that_does_not_start_is_replaced_too(monkeypatch: pytest.M
     """Where none starts, the run hears why."""
     left, said = [0], []
 
-    async def start(self: TurnFleet, place: Any) -> str:
+    async def start(self: TurnFleet, handle: Any, index: int, timeout_s: float) -> str:
         if left[0]:
             left[0] -= 1
             raise RemoteError("its node is gone")
-        place.ready.set()
         return ""
 
     async def dies() -> None:
@@ -50,22 +48,22 @@ def test_a_replacement_that_does_not_start_is_replaced_too(monkeypatch: pytest.M
 
     async def whole() -> TurnFleet:
         fleet = TurnFleet({}, RolloutFunctionConfig(path="one_turn", num_workers=1), warn=said.append)
-        await fleet.start("model", False, 1.0)
+        await fleet.start("model", False, 60.0)
         left[0] = failures
-        place = fleet._places[0]
+        worker = fleet.workers.all[0]
         with pytest.raises(TurnLost):
-            await fleet.answer(place, place.handle, dies())
-        while fleet._tasks:
-            await asyncio.wait(fleet._tasks)
+            await fleet.answer(worker, worker.handle, dies())
+        while fleet.workers._tasks:
+            await asyncio.wait(fleet.workers._tasks)
         return fleet
 
     monkeypatch.setattr(TurnFleet, "_start", start)
     actors(monkeypatch)
     fleet = asyncio.run(whole())
     if failures == START_ATTEMPTS:
-        assert "its node is gone" in str(fleet._broken)
+        assert "its node is gone" in str(fleet.workers.broken)
     else:
-        assert fleet._broken is None and fleet._places[0].ready.is_set()
+        assert fleet.workers.broken is None and fleet.workers.all[0].up
         assert sum("did not start: its node is gone" in line for line in said) == failures
 
 
@@ -120,8 +118,8 @@ def test_all_workers_have_one_text_of_the_function(monkeypatch: pytest.MonkeyPat
     async def whole() -> None:
         fleet = TurnFleet({}, RolloutFunctionConfig(path="/mine.py", num_workers=2))
         await fleet.start("model", False, 1.0)
-        fleet._lose(fleet._places[1], fleet._places[1].handle, "it died")
-        await asyncio.wait(fleet._tasks)
+        worker = fleet.workers.all[1]
+        await fleet.workers.lose(worker, worker.handle, "it died")
         await fleet.call("one")
 
     actors(monkeypatch, start=text)

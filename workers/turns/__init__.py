@@ -1,1 +1,0 @@
-"""Worker processes that run rollout functions, and their supervision."""
