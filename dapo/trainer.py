@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dapo.batch import build_batch, has_signal, penalized
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.driver.saving import Saver
 from dapo.evaluate.aside import Evaluations
 from dapo.faults.limit import TimeLimit
 from dapo.faults.losses import unless_lost
@@ -30,6 +29,7 @@ from dapo.report.metrics import report_step, step_metrics
 from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.saving import Saver
 from dapo.types import Collected, HeldOut, Prompt, TrainBatch
 
 

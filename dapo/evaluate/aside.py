@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from dapo.config.schema import Config
 from dapo.derived import lends, shares_gpus
-from dapo.driver.saving import Saver
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from dapo.faults.limit import TimeLimit
@@ -18,6 +17,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
+from dapo.state.saving import Saver
 from dapo.store.schema import UNNAMED
 from dapo.types import HeldOut
 

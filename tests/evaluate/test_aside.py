@@ -11,7 +11,7 @@ from dapo.faults.limit import TimeLimit, TimeLimitReached
 from dapo.faults.recovery import run_to_end
 from dapo.pools import BatchRefused
 from dapo.report.log import read_metrics
-from dapo.sampling.driver_state import owes_evaluation
+from dapo.state.driver_state import owes_evaluation
 from dapo.trainer import Trainer
 from dapo.types import HeldOut
 from tests.support.driver.loops import make_trainer, some_mixed, tiny_config

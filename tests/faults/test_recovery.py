@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from dapo.driver.saving import SaveFailed
 from dapo.faults import restarts
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
+from dapo.state.saving import SaveFailed
 from tests.support.faulty_pools import lost
 
 
