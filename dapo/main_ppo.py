@@ -23,7 +23,7 @@ from dapo.faults.limit import TimeLimitReached
 from dapo.faults.signals import caught
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.report.watchdog import Watchdog, waiting
-from dapo.sampling.driver_state import owes_evaluation
+from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir, left_as_found
 
 

@@ -13,7 +13,7 @@ from dapo.batch import advantages_of, build_batch, penalize_kl, reference_batch
 from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig
 from dapo.config.schema import Config
 from dapo.objective import Constants, objective, rollout_correction
-from dapo.sampling.saved import decode_group, encode_group, read_groups, write_groups
+from dapo.state.groups import decode_group, encode_group, read_groups, write_groups
 from dapo.types import Group, Mask, VersionSpan
 from tests.support.fakes import make_group
 from tests.support.training.plain_reference import TEMPERATURE, VOCABULARY, distance, make_config, make_model, reference

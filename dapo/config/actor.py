@@ -56,7 +56,11 @@ class ModelConfig:
         trl="bf16",
     )
     trust_remote_code: bool = key(
-        False, "run the model's own Python code", verl=f"{MODEL}.trust_remote_code", trl="trust_remote_code"
+        False,
+        "run the model's own Python code",
+        verl=f"{MODEL}.trust_remote_code",
+        trl="trust_remote_code",
+        resume="harmless",
     )
     attn_implementation: str = key(
         "auto",
@@ -65,6 +69,7 @@ class ModelConfig:
         "flash_attention_2 or sdpa",
         verl=f"{MODEL}.override_config.attn_implementation",
         trl="model_init_kwargs",
+        resume="harmless",
     )
     gradient_checkpointing: str = one_of(
         GRADIENT_CHECKPOINTING,
@@ -73,6 +78,7 @@ class ModelConfig:
         "attention and every other matrix product, `none` nothing",
         verl=f"{MODEL}.enable_gradient_checkpointing",
         trl="gradient_checkpointing",
+        resume="harmless",
     )
     lora: LoraConfig = section(LoraConfig)
 
@@ -125,12 +131,13 @@ class OptimConfig:
 class ActorConfig:
     """FSDP2 ranks train the policy, one GPU each."""
 
-    num_workers: int = at_least(1, 1, "FSDP ranks", verl="trainer.n_gpus_per_node, trainer.nnodes")
+    num_workers: int = at_least(1, 1, "FSDP ranks", verl="trainer.n_gpus_per_node, trainer.nnodes", resume="harmless")
     max_restarts: int = at_least(
         0,
         5,
         "restarts of all ranks within an hour, or until a step is trained that was not before, after one died, hung or "
         "left the others; each goes on from the newest checkpoint; with one more the run ends",
+        resume="harmless",
     )
     ppo_mini_batch_size: int = at_least(
         1,
@@ -153,24 +160,28 @@ class ActorConfig:
         "hard bound on the tokens of one packed micro-batch that one rank computes; a prompt that responses share "
         "counts for each of them",
         verl=f"{ACTOR}.ppo_max_token_len_per_gpu",
+        resume="harmless",
     )
     ulysses_sequence_parallel_size: int = key(
         1,
         "ranks that share each micro-batch, which may then hold that many times `max_tokens_per_gpu`; attention heads "
         "are split over them; divides `num_workers`",
         verl=f"{ACTOR}.ulysses_sequence_parallel_size",
+        resume="harmless",
     )
     fsdp_size: int = key(
         -1,
         "ranks that one copy of the parameters is sharded over; -1: all; fewer: copies train side by side (HSDP); "
         "divides `num_workers`",
         verl=f"{ACTOR}.fsdp_config.fsdp_size",
+        resume="harmless",
     )
     reshard_after_forward: bool = key(
         True,
         "free gathered parameters after the forward pass and reduce gradients in every micro-batch; false keeps both "
         "until the last micro-batch: fewer collectives, for models that fit",
         verl=f"{ACTOR}.fsdp_config.reshard_after_forward",
+        resume="harmless",
     )
     offload: str = one_of(
         OFFLOADS,
@@ -178,14 +189,20 @@ class ActorConfig:
         "what lives in host memory: `host`, parameters, gradients and optimizer state, with the optimizer's step; "
         "`phase`, the optimizer state between updates, with `trainer.colocate=time` or lend; true: host; false: none",
         verl=f"{ACTOR}.fsdp_config.param_offload, {ACTOR}.fsdp_config.optimizer_offload",
+        resume="harmless",
     )
     cpu_threads: int = at_least(
-        1, 1, "threads of a rank that computes on the host: without GPU, or the optimizer's step with `offload=host`"
+        1,
+        1,
+        "threads of a rank that computes on the host: without GPU, or the optimizer's step with `offload=host`",
+        resume="harmless",
     )
-    start_timeout_s: float = positive(900.0, "longest start of the ranks in seconds, loading included")
-    timeout_s: float = positive(3600.0, "longest update in seconds")
+    start_timeout_s: float = positive(
+        900.0, "longest start of the ranks in seconds, loading included", resume="harmless"
+    )
+    timeout_s: float = positive(3600.0, "longest update in seconds", resume="harmless")
     node_labels: dict[str, str] = node_labels("a rank")
-    optim: OptimConfig = section(OptimConfig)
+    optim: OptimConfig = section(OptimConfig, resume="course")
 
     def __post_init__(self) -> None:
         self.offload = BY_SWITCH.get(self.offload, self.offload)

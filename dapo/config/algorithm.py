@@ -131,6 +131,7 @@ class RolloutCorrectionConfig:
         0.5,
         "bound on the mean of |log-probability of the actors - of the engines| over tokens of older policies, in nats; "
         "above it the batch is set aside (tokens of the current policy: `weight_sync.max_mean_logprob_diff`)",
+        resume="harmless",
     )
 
 

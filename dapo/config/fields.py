@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ABOUT = "about"  # key in a field's metadata, which OmegaConf ignores
+RESUME = "resume"  # the same for a section: `About.resume` of its keys
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
 ITEM = "[]"  # in a key's name: any item of a list
 TYPES: dict[Any, str] = {  # text that follows `must be`
@@ -31,13 +32,16 @@ LABEL, VALUE = re.compile(rf"(?:{_WORD}/)?{_WORD}"), re.compile(_WORD)
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class About:
     """Description of a field. values: the allowed values as text that follows `must be`; empty: all values of its type.
-    holds: the same as a test. verl, trl: the names there, separated by commas."""
+    holds: the same as a test. verl, trl: the names there, separated by commas. resume: what another value does to a run
+    that is resumed: `meaning` alters what the run means, `course` only its weights, `harmless` neither; empty: as the
+    section has it, and `meaning` without."""
 
     text: str
     values: str = ""
     holds: Callable[[Any], bool] = lambda value: True
     verl: str = ""
     trl: str = ""
+    resume: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,7 @@ class Key:
     kind: Any
     default: Any
     about: About
+    resume: str
 
 
 def key(default: Any, text: str, **about: Any) -> Any:
@@ -103,27 +108,29 @@ def node_labels(what: str) -> Any:
         "{ray.io/accelerator-type: H100}; empty: any node",
         values="names and values as Kubernetes' labels have them: letters, digits, `-_.`, in a name one `/`",
         holds=lambda labels: all(LABEL.fullmatch(name) and VALUE.fullmatch(str(labels[name])) for name in labels),
+        resume="harmless",
     )
 
 
-def section(kind: type) -> Any:
-    return dataclasses.field(default_factory=kind)
+def section(kind: type, resume: str = "") -> Any:
+    return dataclasses.field(default_factory=kind, metadata={RESUME: resume})
 
 
-def keys(kind: Any, prefix: str = "") -> Iterator[Key]:
+def keys(kind: Any, prefix: str = "", resume: str = "meaning") -> Iterator[Key]:
     """Yields every key of the dataclass `kind` and its sections in order, also those of items of lists of sections."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name, of = f"{prefix}{field.name}", hints[field.name]
         if dataclasses.is_dataclass(of):
-            yield from keys(of, f"{name}.")
+            yield from keys(of, f"{name}.", field.metadata[RESUME] or resume)
             continue
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        yield Key(name=name, kind=of, default=default, about=field.metadata[ABOUT])
+        about: About = field.metadata[ABOUT]
+        yield Key(name=name, kind=of, default=default, about=about, resume=about.resume or resume)
         for item in typing.get_args(of):
             if dataclasses.is_dataclass(item):
-                yield from keys(item, f"{name}{ITEM}.")
+                yield from keys(item, f"{name}{ITEM}.", about.resume or resume)
 
 
 def problems(cfg: Any, prefix: str = "") -> Iterator[str]:

@@ -130,6 +130,7 @@ class JudgeEngineConfig:
         "",
         "model of the judge: directory, `pkg://PACKAGE/DIR` or hub name, as `model.path`; empty: none is started, and "
         "`reward.judge.url` says where one is",
+        resume="meaning",
     )
     num_engines: int = at_least(1, 1, "servers, each with a copy of the model; responses are shared out evenly")
     vllm: dict[str, Any] = key({}, "vLLM's engine arguments under their own names, as `rollout.vllm`")
@@ -149,9 +150,9 @@ class JudgeEngineConfig:
 class JudgeConfig:
     """The ready function `judge` has the score from a model behind an OpenAI-compatible endpoint."""
 
-    url: str = key("", "address of the endpoint, up to its version: http://HOST:8000/v1")
+    url: str = key("", "address of the endpoint, up to its version: http://HOST:8000/v1", resume="harmless")
     model: str = key("", "the model's name there")
-    engine: JudgeEngineConfig = section(JudgeEngineConfig)
+    engine: JudgeEngineConfig = section(JudgeEngineConfig, resume="harmless")
     prompt: str = key(JUDGE_PROMPT, "what it is asked; {prompt}, {response} and {ground_truth} are filled in")
     pattern: str = key(
         # Accepts bold text. Does not accept a part of 1/10, 1% or 0,5 as the score.
@@ -164,10 +165,14 @@ class JudgeConfig:
     max_tokens: int = at_least(1, 512, "longest reply")
     temperature: float = at_least(0, 0.0, "of the reply")
     key_variable: str = key(
-        "", "environment variable that holds the key, on the driver and on every node; empty: none is sent"
+        "",
+        "environment variable that holds the key, on the driver and on every node; empty: none is sent",
+        resume="harmless",
     )
-    prompt_cost: float = at_least(0, 0.0, "price of a million prompt tokens, for the metric `cost`")
-    completion_cost: float = at_least(0, 0.0, "price of a million tokens of replies, for the metric `cost`")
+    prompt_cost: float = at_least(0, 0.0, "price of a million prompt tokens, for the metric `cost`", resume="harmless")
+    completion_cost: float = at_least(
+        0, 0.0, "price of a million tokens of replies, for the metric `cost`", resume="harmless"
+    )
 
 
 def _overlong(key: str) -> str:
@@ -215,10 +220,10 @@ class RewardModelConfig:
     weight: float = key(
         1.0, "factor of its score in the reward", values="a finite number", holds=math.isfinite, trl="reward_weights"
     )
-    num_workers: int = at_least(1, 1, "copies of the model")
+    num_workers: int = at_least(1, 1, "copies of the model", resume="harmless")
     dtype: str = one_of(REWARD_DTYPES, "auto", "compute type; `auto` is bfloat16 on a GPU, float32 without")
-    device: str = one_of(DEVICES, "auto", "where it computes; `auto` follows `trainer.device`")
-    num_gpus: float = share(1.0, "part of a GPU that a copy holds", ": a copy lives on one GPU")
+    device: str = one_of(DEVICES, "auto", "where it computes; `auto` follows `trainer.device`", resume="harmless")
+    num_gpus: float = share(1.0, "part of a GPU that a copy holds", ": a copy lives on one GPU", resume="harmless")
     max_length: int = at_least(
         0,
         0,
@@ -231,11 +236,16 @@ class RewardModelConfig:
         32768,
         "hard bound on the padded tokens of one forward pass, and so of a conversation",
         verl="reward_model.forward_max_token_len_per_gpu",
+        resume="harmless",
     )
-    trust_remote_code: bool = key(False, "run the model's own Python code", verl="reward_model.model.trust_remote_code")
-    cpu_threads: int = at_least(1, 1, "threads of a copy without GPU")
+    trust_remote_code: bool = key(
+        False, "run the model's own Python code", verl="reward_model.model.trust_remote_code", resume="harmless"
+    )
+    cpu_threads: int = at_least(1, 1, "threads of a copy without GPU", resume="harmless")
     node_labels: dict[str, str] = node_labels("a copy")
-    timeout_s: float = positive(600.0, "longest call of a worker in seconds, of about four passes; then it is replaced")
+    timeout_s: float = positive(
+        600.0, "longest call of a worker in seconds, of about four passes; then it is replaced", resume="harmless"
+    )
 
 
 @dataclass(slots=True)
@@ -248,16 +258,21 @@ class RewardConfig:
         verl="reward.custom_reward_function",
         trl="reward_funcs",
     )
-    num_workers: int = at_least(1, 8, "Ray actors that score", verl="reward.num_workers, reward_model.num_workers")
-    children_per_worker: int = at_least(1, 2, "processes of each of them, one response at a time")
-    limits: LimitsConfig = section(LimitsConfig)
-    concurrency: int = at_least(1, 32, "responses of a worker that its async functions score at a time")
-    remote: RemoteConfig = section(RemoteConfig)
+    num_workers: int = at_least(
+        1, 8, "Ray actors that score", verl="reward.num_workers, reward_model.num_workers", resume="harmless"
+    )
+    children_per_worker: int = at_least(1, 2, "processes of each of them, one response at a time", resume="harmless")
+    limits: LimitsConfig = section(LimitsConfig, resume="harmless")
+    concurrency: int = at_least(
+        1, 32, "responses of a worker that its async functions score at a time", resume="harmless"
+    )
+    remote: RemoteConfig = section(RemoteConfig, resume="harmless")
     judge: JudgeConfig = section(JudgeConfig)
     timeout_s: float = positive(
         60.0,
         "longest silence in seconds of a worker that has something to score; then it is replaced and its responses are "
         "tried again",
+        resume="harmless",
     )
     model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

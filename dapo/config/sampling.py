@@ -104,6 +104,7 @@ class DataConfig:
         "a list of files",
         holds=_are_sets,
         verl="data.val_files",
+        resume="harmless",
     )
     batches: str = key("", "folder `batches/` of a run, which `trainer.only=train` trains on; else empty")
     train_batch_size: int = at_least(
@@ -119,6 +120,7 @@ class DataConfig:
         "draws that one generation batch holds: bounds the draws in flight, and is the unit of "
         "`filter_groups.max_num_gen_batches`",
         verl="data.gen_batch_size",
+        resume="harmless",
     )
     max_prompt_length: int = at_least(
         1, 2048, "tokens; longer prompts are dropped", verl="data.max_prompt_length", trl="max_prompt_length"
@@ -131,6 +133,7 @@ class DataConfig:
         "prompts that may be left out because the files give them ground truths that disagree; more are an error",
         values="a share of the distinct prompts, 0 to 1",
         holds=lambda value: 0 <= value <= 1,
+        resume="harmless",
     )
     shuffle: bool = key(
         True, "draw the prompts of each epoch in another seeded order", verl="data.shuffle", trl="shuffle_dataset"
@@ -191,11 +194,15 @@ class RolloutFunctionConfig:
     )
     name: str = key("rollout", "the function's name in that file or module")
     kwargs: dict[str, Any] = key({}, "given to it by keyword, besides prompt, generate and sampling")
-    num_workers: int = at_least(1, 2, "Ray actors that run it")
+    num_workers: int = at_least(1, 2, "Ray actors that run it", resume="harmless")
     timeout_s: float = positive(
-        60.0, "longest time in seconds that it takes from one turn to the next, waits of its programs for others apart"
+        60.0,
+        "longest time in seconds that it takes from one turn to the next, waits of its programs for others apart",
+        resume="harmless",
     )
-    retries: int = at_least(0, 1, "new attempts at a response whose function failed; then it is unscorable")
+    retries: int = at_least(
+        0, 1, "new attempts at a response whose function failed; then it is unscorable", resume="harmless"
+    )
 
 
 @dataclass(slots=True)
@@ -228,18 +235,25 @@ class RolloutConfig(SamplingConfig):
         verl=f"{ROLLOUT}.top_k",
         trl="top_k",
     )
-    num_engines: int = at_least(1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own")
-    cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU")
-    start_timeout_s: float = positive(900.0, "longest start of an engine in seconds, loading included")
-    timeout_s: float = positive(3600.0, "longest wait for one group in seconds")
+    num_engines: int = at_least(
+        1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own", resume="harmless"
+    )
+    cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU", resume="harmless")
+    start_timeout_s: float = positive(
+        900.0, "longest start of an engine in seconds, loading included", resume="harmless"
+    )
+    timeout_s: float = positive(3600.0, "longest wait for one group in seconds", resume="harmless")
     stall_timeout_s: float = positive(
         120.0,
         "seconds without an answer, or without a token while requests run, after which an engine is replaced; longest "
         "transfer of one weight bucket",
+        resume="harmless",
     )
-    max_restarts: int = at_least(0, 5, "restarts of one engine within an hour; one that needs more is given up")
+    max_restarts: int = at_least(
+        0, 5, "restarts of one engine within an hour; one that needs more is given up", resume="harmless"
+    )
     min_engines: int = at_least(
-        1, 1, "engines to go on with when others are given up; with fewer the run saves and ends"
+        1, 1, "engines to go on with when others are given up; with fewer the run saves and ends", resume="harmless"
     )
     node_labels: dict[str, str] = node_labels("an engine")
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)
@@ -248,6 +262,7 @@ class RolloutConfig(SamplingConfig):
         "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), compared with the types in the "
         "installed vLLM's source and passed on as they are",
         verl=f"{ROLLOUT}.engine_kwargs.vllm",
+        resume="harmless",
     )
 
 
@@ -281,11 +296,13 @@ class FilterGroupsConfig:
         "budget: generation batches that one update may draw",
         "; 0: no bound, unless 20 of them in a row, 1,000 groups at least, hold no usable group",
         verl="algorithm.filter_groups.max_num_gen_batches",
+        resume="harmless",
     )
     on_budget: str = one_of(
         ON_BUDGET,
         "fail",
         "when the budget is spent, `fail` stops the run, `train_partial` trains on the usable groups that are there",
+        resume="harmless",
     )
     min_scored: int = key(2, "scorable responses that a group needs, 2 to `rollout.n`")
     admission: str = one_of(

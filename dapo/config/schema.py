@@ -135,7 +135,9 @@ class LoggingConfig:
 class TrainerConfig:
     """The driver runs the algorithm on one machine of a Ray cluster."""
 
-    total_steps: int = at_least(1, 1000, "updates of the run", verl="trainer.total_training_steps", trl="max_steps")
+    total_steps: int = at_least(
+        1, 1000, "updates of the run", verl="trainer.total_training_steps", trl="max_steps", resume="harmless"
+    )
     seed: int = key(
         0,
         "seed of draws, samples and shuffles",
@@ -151,26 +153,32 @@ class TrainerConfig:
         holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",
         trl="output_dir",
+        resume="harmless",
     )
     max_hours: float = at_least(
         0,
         0.0,
         "wall-clock limit of one start in hours: before it the run saves and ends with exit code 85",
         "; 0: none",
+        resume="harmless",
     )
     device: str = one_of(
         DEVICES,
         "auto",
         "where actors and engines compute; `auto`: cuda, unless `model.dtype` is float32, which no GPU takes",
         verl="trainer.device",
+        resume="harmless",
     )
     preflight: bool = key(
         True,
         "look at the driver's machine before workers start, the cheap part of `python -m dapo.doctor`: limits, disks, "
         "shared memory; a fault ends the run",
+        resume="harmless",
     )
     ray_address: str = key(
-        "", "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one"
+        "",
+        "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one",
+        resume="harmless",
     )
     nodes_timeout_s: float = at_least(
         0,
@@ -178,6 +186,7 @@ class TrainerConfig:
         "longest wait in seconds for nodes that are still to join a Ray cluster which is too small for the run; its "
         "autoscaler is told what is missing",
         "; 0: such a cluster is refused at once",
+        resume="harmless",
     )
     only: str = one_of(
         HALVES,
@@ -196,6 +205,7 @@ class TrainerConfig:
         "batch, where that gains more seconds than it was measured to cost; true: memory; false: none",
         verl="actor_rollout_ref.hybrid_engine",
         trl="vllm_mode",
+        resume="harmless",
     )
 
     def __post_init__(self) -> None:
@@ -209,12 +219,12 @@ class Config:
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
     rollout: RolloutConfig = section(RolloutConfig)
-    eval: EvalConfig = section(EvalConfig)
+    eval: EvalConfig = section(EvalConfig, resume="harmless")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     actor: ActorConfig = section(ActorConfig)
-    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    logging: LoggingConfig = section(LoggingConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, resume="harmless")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, resume="harmless")
+    logging: LoggingConfig = section(LoggingConfig, resume="harmless")
     trainer: TrainerConfig = section(TrainerConfig)

@@ -1,1 +1,1 @@
-"""The driver's work around the training loop: preflight checks, saving and resuming."""
+"""The checks before a run starts."""

@@ -10,7 +10,6 @@ from typing import Any
 from dapo.batch import has_signal
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.driver.saving import Saver
 from dapo.evaluate.aside import Evaluations
 from dapo.faults.limit import TimeLimit
 from dapo.faults.losses import unless_lost
@@ -26,6 +25,7 @@ from dapo.report.metrics import report_step, step_metrics
 from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.saving import Saver
 from dapo.trainer import Around, Trained, Trainer
 from dapo.types import Collected, HeldOut, Prompt
 

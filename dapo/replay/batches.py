@@ -18,10 +18,10 @@ from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS, TRAINED
 from dapo.sampling.outcome import classifier, classify
-from dapo.sampling.saved import oldest_policy, read_groups, write_groups
 from dapo.sampling.stream import GroupStream, Traffic, sampling_of
 from dapo.state.checkpoint import STEP_NAME, step_of
 from dapo.state.durable import free_space
+from dapo.state.groups import oldest_policy, read_groups, write_groups
 from dapo.types import Collected, Draw, Group, Prompt
 
 BATCHES = "batches"

@@ -1,8 +1,9 @@
-"""Compares the configuration of a resumed run with the one it was trained with: which changes alter its meaning. A key
-that is in neither list counts as one that alters the meaning; a test requires an entry for every key."""
+"""Compares the configuration of a resumed run with the one it was trained with: which changes alter its meaning
+(`resume` at each field, `dapo.config.fields`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from typing import Any
 
 from dapo.config.fields import ITEM, keys
@@ -10,92 +11,6 @@ from dapo.config.names import hint, known_keys
 from dapo.config.schema import Config
 from dapo.report.redact import redacted
 
-# The most specific entry counts: a key, or a section with all its keys.
-MEANING = (  # what is trained, on which data, towards which objective
-    "model",
-    "data",
-    "rollout.n",
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.top_k",
-    "rollout.function",
-    "filter_groups",
-    "reward",
-    "reward.judge.engine.path",
-    "algorithm",
-    "actor.ppo_mini_batch_size",
-    "actor.ppo_epochs",
-    "actor.shuffle",
-    "trainer.seed",
-    "trainer.only",
-)
-HARMLESS = (  # speed, duration, frequency, resources; and the learning-rate schedule
-    "model.trust_remote_code",
-    "model.attn_implementation",
-    "model.gradient_checkpointing",
-    "data.val_files",
-    "data.gen_batch_size",
-    "data.max_contradictory",  # the prompts themselves are compared by their fingerprint
-    "rollout.num_engines",
-    "rollout.cpu_threads",
-    "rollout.start_timeout_s",
-    "rollout.timeout_s",
-    "rollout.stall_timeout_s",
-    "rollout.max_restarts",
-    "rollout.min_engines",
-    "rollout.node_labels",
-    "rollout.function.num_workers",
-    "rollout.function.timeout_s",
-    "rollout.function.retries",
-    "rollout.vllm",
-    "eval",
-    "filter_groups.max_num_gen_batches",
-    "filter_groups.on_budget",
-    "reward.num_workers",
-    "reward.children_per_worker",
-    "reward.limits",
-    "reward.concurrency",
-    "reward.remote",
-    "reward.judge.url",
-    "reward.judge.engine",
-    "reward.judge.key_variable",
-    "reward.judge.prompt_cost",
-    "reward.judge.completion_cost",
-    "reward.timeout_s",
-    "reward.model.num_workers",
-    "reward.model.device",
-    "reward.model.num_gpus",
-    "reward.model.max_tokens",
-    "reward.model.trust_remote_code",
-    "reward.model.cpu_threads",
-    "reward.model.node_labels",
-    "reward.model.timeout_s",
-    "algorithm.rollout_correction.max_mean_stale_logprob_diff",
-    "actor.num_workers",
-    "actor.max_tokens_per_gpu",
-    "actor.ulysses_sequence_parallel_size",
-    "actor.fsdp_size",
-    "actor.reshard_after_forward",
-    "actor.offload",
-    "actor.cpu_threads",
-    "actor.start_timeout_s",
-    "actor.timeout_s",
-    "actor.max_restarts",
-    "actor.node_labels",
-    "actor.optim",
-    "weight_sync",
-    "checkpoint",
-    "logging",
-    "trainer.total_steps",
-    "trainer.max_hours",
-    "trainer.output_dir",
-    "trainer.device",
-    "trainer.nodes_timeout_s",
-    "trainer.preflight",
-    "trainer.ray_address",
-    "trainer.colocate",
-)
-COURSE = ("actor.optim",)  # harmless ones that change the weights all the same
 JUDGE = "reward.judge"
 
 
@@ -109,16 +24,18 @@ class Change:
         return f"`{self.key}` is {self.there!r} there and {self.here!r} here"
 
 
+@cache
+def _resume() -> dict[str, str]:
+    return {one.name: one.resume for one in keys(Config)}
+
+
 def alters_meaning(key: str) -> bool:
-    meaning, harmless = (
-        max((len(entry) for entry in table if covers(entry, key)), default=0) for table in (MEANING, HARMLESS)
-    )
-    return meaning >= harmless
+    return _resume().get(key, "meaning") == "meaning"
 
 
 def alters_course(key: str) -> bool:
     """Whether another value leads to other weights, also if the run means the same."""
-    return alters_meaning(key) or any(covers(entry, key) for entry in COURSE)
+    return _resume().get(key, "meaning") != "harmless"
 
 
 def covers(entry: str, key: str) -> bool:

@@ -49,13 +49,16 @@ def tried(read: Callable[[], T]) -> T:
 
 
 def remove(path: Path) -> None:
-    """Removes a left-over; a directory that cannot be removed is only logged."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-    if path.exists():
-        log.warning("%s is a left-over and cannot be removed", path)
+    """Removes a left-over; one that cannot be removed is only logged."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:  # removed by another process meanwhile
+        return
+    except OSError as error:
+        log.warning("%s is a left-over and cannot be removed: %s", path, error)
 
 
 def free_space(directory: Path) -> str:

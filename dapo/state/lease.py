@@ -27,40 +27,30 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def hold(path: Path, where: str) -> tuple[TextIO, "Lease"]:
     """Takes lock and lease of a directory. where: the directory, for the ValueError that a live run raises."""
-    lock, locked = _locked(path, where)
+    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
     lease = Lease(path / LEASE)
     try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks when the process dies
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise LeaseHeld(lock.read().strip() or "another process") from error
+        except OSError as error:
+            log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
+            locked = False
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         lease.take(locked=locked)
     except BaseException as error:
         lock.close()
         if isinstance(error, LeaseHeld):
-            raise ValueError(_in_use(where, str(error))) from error
+            raise ValueError(
+                f"{where} is in use by a live run ({error}); wait for it, or give another `trainer.output_dir`"
+            ) from error
         raise
     return lock, lease
-
-
-def _in_use(where: str, holder: str) -> str:
-    return f"{where} is in use by a live run ({holder}); wait for it, or give another `trainer.output_dir`"
-
-
-def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
-    """Returns the lock file, and False if the file system has no locks. The kernel unlocks when the process dies."""
-    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ValueError(_in_use(where, holder)) from error
-    except OSError as error:
-        log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
-        locked = False
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock, locked
 
 
 class LeaseHeld(Exception):
@@ -93,7 +83,7 @@ class Lease:
             owner = _owner(self._path)
             if not _is_here(owner) or _is_alive(owner):
                 self._watch(owner)
-            self._write(replace=True)
+            self._write()
             if not (_is_here(owner) and locked):
                 time.sleep(SETTLE_S)
             if _owner(self._path).get("token") != self._token:
@@ -151,14 +141,11 @@ class Lease:
                     owner = _parsed(file.read())
                     if owner.get("token") == self._token:
                         os.utime(file.fileno())  # needs no space on a full disk
-                        return
                 if not owner:  # emptied or damaged: another run would have put a complete file in its place
-                    self._write(replace=True)
+                    self._write()
                     return
             except FileNotFoundError:
-                if self._created():
-                    return
-                owner = _owner(self._path)
+                owner = {"token": self._token} if self._created() else _owner(self._path)
         except OSError as error:
             log.warning("%s cannot be touched (%s); another host may take the directory over", self._path, error)
             return
@@ -166,37 +153,27 @@ class Lease:
             self._lost = f"{self._path.parent} was taken over by {_described(owner)}; this run writes nothing any more"
 
     def _created(self) -> bool:
+        """Writes the file if there is none."""
         try:
-            return self._write(replace=False)
+            self._write(os.link)  # atomic on the server of a network file system
         except (FileExistsError, FileNotFoundError):  # the second: the directory itself was removed
             return False
-
-    def _write(self, *, replace: bool) -> bool:
-        temporary = self._path.with_name(f"{self._path.name}.{self._token}")
-        about = {"host": socket.gethostname(), "boot": _boot(), "pid": str(os.getpid()), "token": self._token}
-        about["started"] = _started(about["pid"])
-        text = json.dumps(about | {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        temporary.write_text(text + "\n", encoding="utf-8")
-        try:
-            if replace:
-                temporary.replace(self._path)
-            else:
-                _move_to_free(temporary, self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        except OSError:  # a file system without hard links
+            if self._path.exists():
+                return False
+            self._write()
         return True
 
-
-def _move_to_free(source: Path, target: Path) -> None:
-    """Gives `source` the name `target`. Raises FileExistsError if it is taken."""
-    try:
-        os.link(source, target)  # atomic on the server of a network file system
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if target.exists():
-            raise FileExistsError(target) from None
-        source.replace(target)
+    def _write(self, move: Callable[[Path, Path], object] = os.replace) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{self._token}")
+        pid = str(os.getpid())
+        about = {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "token": self._token}
+        about |= {"started": _started(pid), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        try:
+            temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
+            move(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _state(path: Path) -> tuple[bytes, int] | None:

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo.sampling.saved import write_groups
 from dapo.state.durable import write_text
+from dapo.state.groups import write_groups
 from dapo.state.run_dir import CONFIG
 from dapo.types import Draw, Group
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dapo.driver.recovery import run_to_end
-from dapo.driver.saving import SaveFailed
 from dapo.pools import ActorsLost
-from dapo.sampling.driver_state import DRIVER_STATE, DriverState
-from dapo.sampling.saved import FILE, write_groups
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.driver_state import DRIVER_STATE, DriverState
+from dapo.state.groups import FILE, write_groups
+from dapo.state.saving import SaveFailed
 from tests.support.driver.loops import FULL, make_trainer, seen, tiny_config, tokens, whole
 from tests.support.fakes import FakeActors
 from tests.support.faulty_pools import turns

@@ -10,7 +10,7 @@ from dapo.driver.recovery import run_to_end
 from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.limit import TimeLimitReached
 from dapo.report.log import read_metrics
-from dapo.sampling.driver_state import DriverState, owes_evaluation
+from dapo.state.driver_state import DriverState, owes_evaluation
 from tests.support.driver.loops import make_trainer, tiny_config, whole
 from tests.support.fakes import FakeActors
 from tests.support.faulty_pools import turns

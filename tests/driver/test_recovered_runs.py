@@ -11,7 +11,7 @@ from dapo.driver.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.replay.batches import Batches
 from dapo.report.log import read_metrics
-from dapo.sampling.saved import FILE
+from dapo.state.groups import FILE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.driver.loops import make_trainer, tiny_config, tokens, whole
 from tests.support.fakes import FakeActors, FakeRollouts

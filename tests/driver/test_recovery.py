@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from dapo.driver.recovery import run_to_end
-from dapo.driver.saving import SaveFailed
 from dapo.faults import restarts
 from dapo.pools import ActorsLost
+from dapo.state.saving import SaveFailed
 from tests.support.faulty_pools import lost
 
 

@@ -12,7 +12,7 @@ from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.limit import TimeLimit, TimeLimitReached
 from dapo.pools import BatchRefused
 from dapo.report.log import read_metrics
-from dapo.sampling.driver_state import owes_evaluation
+from dapo.state.driver_state import owes_evaluation
 from dapo.types import HeldOut
 from tests.support.driver.loops import make_trainer, some_mixed, tiny_config
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt

@@ -13,8 +13,8 @@ from dapo.config.schema import Config
 from dapo.faults.refusals import MAX_IN_A_ROW, NotFinite, Refusals
 from dapo.pools import BatchRefused, Updated
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.saved import read_groups
 from dapo.state import quarantine
+from dapo.state.groups import read_groups
 from dapo.state.quarantine import PROMPTS, QUARANTINE, WHY
 from dapo.state.voided import Voided
 from dapo.types import Collected, Draw, Group, Prompt

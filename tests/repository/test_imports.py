@@ -12,8 +12,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.sampling.draws import BufferState
-from dapo.sampling.driver_state import DriverState
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.driver_state import DriverState
 from dapo.state.run_dir import claim_output_dir
 from tests.support.source import tree
 

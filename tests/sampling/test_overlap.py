@@ -17,8 +17,8 @@ import pytest
 from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
 from dapo.sampling.draws import DROPPED, LOST, TRAINED, BufferState
-from dapo.sampling.driver_state import DriverState
-from dapo.sampling.saved import FILE
+from dapo.state.driver_state import DriverState
+from dapo.state.groups import FILE
 from dapo.tiny.random_model import make_random_model
 from tests.support.runs import START_S, checkpoint, command, finish, start_program
 

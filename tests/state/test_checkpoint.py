@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dapo.sampling.draws import BufferState
-from dapo.sampling.driver_state import DriverState
 from dapo.state.checkpoint import CheckpointStore, step_of
+from dapo.state.driver_state import DriverState
 from tests.support.state.claims import names, write
 
 STATE = DriverState(

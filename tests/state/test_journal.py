@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dapo.sampling.draws import BufferState
-from dapo.sampling.journaled import recover
 from dapo.state import journal as journal_module
+from dapo.state.groups import recover
 from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, Journal, UnreadableJournal, framed, whole_records
 from tests.support.sampling.verdicts import draw_of
 from tests.support.state.claims import fails, names

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
-from dapo.sampling.driver_state import DriverState
-from dapo.sampling.saved import FILE
 from dapo.state.checkpoint import verify
+from dapo.state.driver_state import DriverState
+from dapo.state.groups import FILE
 from tests.support.runs import Runs, checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]

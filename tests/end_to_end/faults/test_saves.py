@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo.driver.saving import SaveFailed
 from dapo.faults.points import ONCE, VARIABLE
+from dapo.state.saving import SaveFailed
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.cluster import join_cluster
 from tests.support.outcomes import RUN, STEPS

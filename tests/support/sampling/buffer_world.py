@@ -11,10 +11,9 @@ from pathlib import Path
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, TRAINED, State
-from dapo.sampling.driver_state import DriverState
-from dapo.sampling.journaled import note, recover
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED
-from dapo.sampling.saved import read_groups, write_groups
+from dapo.state.driver_state import DriverState
+from dapo.state.groups import note, read_groups, recover, write_groups
 from dapo.state.journal import Journal
 from dapo.types import Group
 from tests.support.fakes import make_group, make_response

@@ -1,7 +1,7 @@
 """Saves a run to disk and resumes it: which part writes which files of a checkpoint.
 
 A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported model) and the driver's part
-(`dapo.driver.saving`). Groups that finish between two checkpoints go to a journal (`dapo.sampling.journaled`).
+(this module). Groups that finish between two checkpoints go to a journal (`dapo.state.groups`).
 
     capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
     the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
@@ -22,12 +22,11 @@ from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
 from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
-from dapo.sampling.journaled import note, recover
-from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.driver_state import DriverState, Due, owes_evaluation
 from dapo.state.durable import free_space
+from dapo.state.groups import note, read_groups, recover, write_groups
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.state.voided import Voided

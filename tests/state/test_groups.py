@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dapo.sampling.draws import BufferState
-from dapo.sampling.journaled import newest_policy, note, recover
-from dapo.sampling.saved import decode_group, encode_group
+from dapo.state.groups import decode_group, encode_group, newest_policy, note, recover
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
 from tests.support.fakes import make_group, make_prompt, make_response

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from dapo.driver.saving import SaveFailed
 from dapo.pools import ActorsLost
 from dapo.sampling.budget import BudgetExhausted
-from dapo.sampling.driver_state import DriverState, Due
 from dapo.state import manifest
+from dapo.state.driver_state import DriverState, Due
+from dapo.state.saving import SaveFailed
 from tests.support.driver.loops import FULL, killed, make_trainer, tiny_config
 
 
@@ -109,7 +109,7 @@ def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
     cfg = tiny_config(total_steps=99)
     cfg.checkpoint.every, cfg.checkpoint.every_s = 4, 60.0
     now = [1000.0]
-    monkeypatch.setattr("dapo.driver.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dapo.state.saving.time.monotonic", lambda: now[0])
     trainer, actors = make_trainer(tmp_path, cfg)
     saver = trainer.saver
     assert [version for version in range(10) if saver.is_due(version)] == [4, 8]

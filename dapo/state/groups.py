@@ -1,7 +1,12 @@
-"""Writes groups that were accepted and not trained on, and reads them back. Parquet for checkpoints, one row per
-response; Arrow bytes of one group for the journal. Prompts are not saved but found again by draw. The column
-`token_mask` exists only if a group has one."""
+"""Turns groups into rows, one per response, and back. Checkpoints, batches and refused steps are Parquet files; a
+record of the journal is one group as Arrow bytes. Prompts are not saved but found again by draw. The column
+`token_mask` exists only if a group has one.
 
+The journal has the groups that finished after the checkpoint and whose tokens are all of its policy or older ones: a
+resumed run could have generated them itself.
+"""
+
+import hashlib
 import io
 import itertools
 import json
@@ -16,9 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dapo.types import Draw, Group, Response, Score, VersionSpan
+from dapo.sampling.draws import BufferState
+from dapo.state.journal import Journal
+from dapo.types import Draw, Group, Prompt, Response, Score, VersionSpan
 
 FILE = "groups.parquet"
+PROMPT_BYTES = 8  # digest of the prompt before the group in a record of the journal
 TOGETHER = 16  # groups per write: their columns are in memory twice, and block other threads
 _FIELDS = {kind: [field.name for field in fields(kind)] for kind in (VersionSpan, Score)}
 _SCHEMA = pa.schema(
@@ -79,6 +87,52 @@ def decode_group(data: bytes, draw: Callable[[int], Draw]) -> tuple[Group, int]:
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
         raise ValueError(f"no group: {error}") from error
     return found
+
+
+def note(journal: Journal, group: Group, started: int) -> None:
+    """Appends a buffered group, with the policy version at its start. A group with tokens of a policy after the last
+    checkpoint is skipped: a run resumed from there makes another such policy, and the next checkpoint has the group, or
+    it is trained on by then."""
+    if max(started, newest_policy(group)) <= journal.version:
+        size = sum(each.token_ids.nbytes + each.rollout_logprobs.nbytes + len(each.text) for each in group.responses)
+        journal.append(lambda: _prompt_digest(group.draw.prompt) + encode_group(group, started), size)
+
+
+def recover(
+    journal: Journal,
+    state: BufferState,
+    held: int,
+    draw: Callable[[int], Draw],
+    *,
+    version: int,
+    void: Callable[[Group], bool] = lambda group: False,
+) -> list[tuple[Group, int]]:
+    """Returns the groups that finished after the checkpoint of policy `version`, in draw order, each with the version
+    at its start. Restarts the journal with them. state: of the checkpoint. held: number of its groups. draw: of an
+    index. void: whether a group must not be trained on."""
+    found: dict[int, tuple[Group, int, bytes]] = {}
+    for record in journal.read(version):
+        try:
+            group, started = decode_group(record[PROMPT_BYTES:], draw)
+        except ValueError:
+            continue
+        index = group.draw.index
+        same_prompt = _prompt_digest(group.draw.prompt) == record[:PROMPT_BYTES]
+        fits = same_prompt and state.awaits(index, held) and max(started, newest_policy(group)) <= version
+        if fits and not void(group):
+            found[index] = group, started, record  # the last one, if a draw was started again
+    in_order = [found[index] for index in sorted(found)]
+    journal.restart(version, [record for _, _, record in in_order])
+    return [(group, started) for group, started, _ in in_order]
+
+
+def newest_policy(group: Group) -> int:
+    """Returns the latest policy version that sampled a token of the group; -1 without tokens."""
+    return max((span.version for response in group.responses for span in response.policy_versions), default=-1)
+
+
+def _prompt_digest(prompt: Prompt) -> bytes:
+    return hashlib.blake2b(prompt.token_ids.tobytes(), digest_size=PROMPT_BYTES).digest()
 
 
 def _schema_of(groups: Sequence[tuple[Group, int]]) -> pa.Schema:
