@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from dapo.config.schema import Config
-from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, shares_gpus
 from dapo.faults.signals import finish
 from dapo.pools import Pools
 from dapo.pools import RolloutPool as Rollouts
@@ -92,8 +92,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             if isinstance(actors, ActorPool):
                 await actors.find()
             await start_engines()
-            if takes_turns(cfg):
-                await engines.sleep()
+            await engines.sleep()
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
@@ -105,7 +104,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         else:
             sync = WeightSync(actors, engines, cfg)
             engines.keeper.rejoin = sync.rejoin
-            actors.before_restart = sync.rest if takes_turns(cfg) else None
+            actors.before_restart = sync.rest if shares_gpus(cfg) else None
             lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
             leave_gpus = actors.before_restart if lender is None else lender.leave
             yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus, lender=lender)
