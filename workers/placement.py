@@ -10,8 +10,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo.config.rules.decoding import on_device
-from dapo.config.rules.engine import batches, stages
+from dapo.config.rules.engine import batches, on_device, stages
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus
 from dapo.faults.points import fault_environment

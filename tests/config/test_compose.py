@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from dapo.config import compose as module
+from dapo.config import names
 from dapo.config.__main__ import reference
 from dapo.config.checks import doubts
 from dapo.config.compose import checked_overrides, compose, experiments
-from dapo.config.facts import vllm_source
 from dapo.config.names import hint
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
@@ -80,14 +80,14 @@ def test_keys_of_open_sections_are_added_and_removed() -> None:
 
 
 def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_source.importlib.util, "find_spec", lambda name: None)
-    vllm_source.engine_arguments.cache_clear()
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
+    names.engine_arguments.cache_clear()
     try:
         given = ["rollout.vllm.xyzzy=1", "rollout.vllm.enforce_eager=maybe"]
         assert compose(given, "dapo_tiny").rollout.vllm == {"max_num_seqs": 256, "xyzzy": 1, "enforce_eager": "maybe"}
         assert hint("max_num_seqs") == "config/README.md lists all keys"
     finally:
-        vllm_source.engine_arguments.cache_clear()
+        names.engine_arguments.cache_clear()
 
 
 def test_a_clip_range_the_other_way_round_is_doubted() -> None:
