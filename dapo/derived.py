@@ -30,18 +30,13 @@ def hands_over_memory(cfg: Config) -> bool:
 
 
 def shares_gpus(cfg: Config) -> bool:
-    """Whether engines and actors are on the same GPUs (`trainer.colocate`)."""
+    """Whether engines are on the actors' GPUs (`trainer.colocate`): they sleep while the actors train."""
     return cfg.trainer.colocate != "none"
 
 
 def shares_prompts(cfg: Config) -> bool:
     """Whether the actors compute a prompt once for several responses: their own attention supports it."""
     return cfg.model.attn_implementation == "auto"
-
-
-def takes_turns(cfg: Config) -> bool:
-    """Whether the engines on the actors' GPUs sleep during training, so that each role has the whole GPU in turn."""
-    return cfg.trainer.colocate in ("time", "lend")
 
 
 def halve_roles(cfg: Config) -> None:
@@ -68,7 +63,7 @@ def lent_engines(cfg: Config) -> int:
 def ranks_of_a_piece(cfg: Config) -> int:
     """Returns how many neighbouring ranks must be on one node. These are ranks that share a sequence and, where engines
     use the GPUs of ranks, those of whole engines."""
-    owned = gpus_per_engine(cfg.rollout.vllm) if takes_turns(cfg) else 1
+    owned = gpus_per_engine(cfg.rollout.vllm) if shares_gpus(cfg) else 1
     return math.lcm(cfg.actor.ulysses_sequence_parallel_size, owned)
 
 

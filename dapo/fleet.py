@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from dapo.config.schema import Config
-from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, shares_gpus
 from dapo.faults.signals import finish
 from dapo.pools import Pools
 from dapo.pools import RolloutPool as Rollouts
@@ -71,7 +71,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
     rewards = create_rewards(cfg, placement, device)
     functions = create_functions(cfg, placement) if half != "train" else None
-    leave_gpus = rest if takes_turns(cfg) else None
+    leave_gpus = rest if shares_gpus(cfg) else None
     actors: FixedPolicy | ActorPool = FixedPolicy()
     sync: NoSync | WeightSync = NoSync(engines)
     if half != "rollout":
@@ -94,8 +94,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         if shares_gpus(cfg):  # an engine measures free memory, so actors must not load meanwhile
             await actors.find()
             await start_engines()
-            if takes_turns(cfg):
-                await engines.sleep()
+            await engines.sleep()
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())

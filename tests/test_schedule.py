@@ -8,7 +8,7 @@ import pytest
 from dapo.config.actor import LR_SCHEDULER_UNITS, LR_SCHEDULERS
 from dapo.config.schema import Config
 from dapo.derived import optimizer_steps
-from dapo.schedule import check_rates, learning_rates
+from dapo.schedule import learning_rates
 
 LR = 1e-3
 WARM = [0.25, 0.5, 0.75]
@@ -41,8 +41,6 @@ def test_every_schedule_trains_from_the_first_step_to_the_last(name, warmup):
     starts_below = warmup > 1 and name != "constant"
     assert values[0] == pytest.approx(LR / warmup if starts_below else LR)
     assert all(len(set(values[start : start + 6])) == 1 for start in range(0, 72, 6))
-    for unit in LR_SCHEDULER_UNITS:
-        check_rates(config(name, warmup=warmup, unit=unit))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +113,11 @@ def test_wrong_arguments_are_named(name, kwargs, cause):
         pytest.param("cosine", {"num_cycles": "half"}, "'half'", id="a word"),
         pytest.param("polynomial", {"power": "2"}, "'str'", id="a number in quotes"),
         pytest.param("inverse_sqrt", {"timescale": 0}, "division by zero", id="timescale 0"),
-        pytest.param("cosine_with_min_lr", {"min_lr_rate": -1.0}, "0 in step", id="0 from the middle on"),
-        pytest.param("cosine_with_min_lr", {"min_lr_rate": None, "min_lr": 2 * LR}, "`actor.optim.lr`", id="above"),
-        pytest.param("polynomial", {"lr_end": -LR}, "-", id="below 0"),
-        pytest.param("polynomial", {"power": math.nan}, "nan", id="no number"),
-        pytest.param("warmup_stable_decay", {"num_stable_steps": 10}, "0 in step", id="0 long before the end"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Both num_training_steps")
 def test_arguments_that_only_a_later_step_uses_are_named_before_the_run(name, kwargs, cause, warmup, unit):
     with pytest.raises(ValueError) as error:
-        check_rates(config(name, warmup=warmup, steps=100, unit=unit, **kwargs))
+        learning_rates(config(name, warmup=warmup, steps=100, unit=unit, **kwargs))
     message = str(error.value)
     assert all(part in message for part in ("`actor.optim.lr_scheduler_kwargs` ({", f"({name})", cause, "; give "))
-
-
-def test_the_lowest_point_of_a_wave_is_no_reason_to_refuse_it():
-    wave = config("cosine", warmup=0, steps=100, num_cycles=1)
-    assert rates(wave).count(0) == 6, "one step of six"
-    check_rates(wave)
-    check_rates(config("linear", warmup=200, steps=100))

@@ -10,15 +10,13 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo.config.rules.decoding import on_device
-from dapo.config.rules.engine import batches, stages
+from dapo.config.rules.engine import batches, on_device, stages
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
+from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
 from workers.cluster import nodes
 from workers.placing.asked import (
-    CPUS_COLOCATED,
     ENGINES,
     JUDGES,
     OWN_GPUS,
@@ -32,15 +30,13 @@ from workers.placing.asked import (
 from workers.placing.fit import in_order, lines, placed, problems
 from workers.placing.joining import POLL_S, nodes_with_room
 
-COLOCATED_SHARE = 0.5  # of a GPU, in Ray's accounting, for each role; gpu_memory_utilization divides the memory
 PLACED_S = 10.0  # within which Ray places bundles of a lost node again if there is room
 
 
 def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
     """Returns the bundles of each placement group of a pool, by group name: one group per engine, one per judge, one
     for all actor ranks, one for all copies of the reward model. A bundle lies on one node. A bundle of ranks holds all
-    that share a sequence or an engine. With `colocate: memory` bundle i is one GPU, shared with engine i; otherwise Ray
-    could give halves of one GPU to two engines, and of another to two ranks."""
+    that share a sequence or an engine."""
     whole: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
     if pool.name == ENGINES:
         return {_engine(number): [whole] for number in range(pool.count)}
@@ -48,8 +44,6 @@ def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
         return {_judge(number): [whole] for number in range(pool.count)}
     if pool.name == REWARD_MODEL:
         return {pool.name: [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers}
-    if cfg.trainer.colocate == "memory":
-        return {pool.name: [{"GPU": 1, "CPU": CPUS_COLOCATED}] * cfg.actor.num_workers}
     return {pool.name: [whole] * pool.count}
 
 
@@ -145,30 +139,21 @@ class Placement:
         own, sharing = (
             (count, lent_engines(self._cfg)) if lends(self._cfg) or not shares_gpus(self._cfg) else (0, count)
         )
-        share, labels_there = self._share, self._cfg.actor.node_labels
-        bundles = [i * gpus // self._per_bundle for i in range(sharing)]
+        labels_there = self._cfg.actor.node_labels
+        bundles = [i * gpus // ranks_of_a_piece(self._cfg) for i in range(sharing)]
         return [
             *(self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(own)),
-            *(self._options(self._device, RANKS, bundle, 1 - share, env, labels_there) for bundle in bundles),
+            # Ray gives their GPUs to the ranks (`ranks_of_engine`).
+            *(self._options(self._device, RANKS, bundle, 0, env, labels_there) for bundle in bundles),
         ]
-
-    @property
-    def _share(self) -> float:
-        """Share of its GPU that Ray assigns to a rank. An engine that takes turns with it gets none from Ray
-        (`ranks_of_engine`)."""
-        return COLOCATED_SHARE if self._cfg.trainer.colocate == "memory" else 1.0
-
-    @property
-    def _per_bundle(self) -> int:
-        return 1 if self._cfg.trainer.colocate == "memory" else ranks_of_a_piece(self._cfg)
 
     def ranks_of_engine(self, number: int) -> list[int]:
         """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""
         place = number - self._cfg.rollout.num_engines if lends(self._cfg) else number
-        if self._device == "cpu" or not takes_turns(self._cfg) or place < 0:
+        if self._device == "cpu" or not shares_gpus(self._cfg) or place < 0:
             return []
         gpus, bundles = gpus_per_engine(self._cfg.rollout.vllm), self._bundles_of_ranks()
-        bundle, first = divmod(place * gpus, self._per_bundle)
+        bundle, first = divmod(place * gpus, ranks_of_a_piece(self._cfg))
         return [rank for rank, of in enumerate(bundles) if of == bundle][first : first + gpus]
 
     def release_engine(self, number: int) -> None:
@@ -183,26 +168,18 @@ class Placement:
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env |= _threads(self._cfg.actor.cpu_threads)
-        share, labels = self._share, self._cfg.actor.node_labels
-        return [self._options(self._device, RANKS, i, share, env, labels) for i in self._bundles_of_ranks()]
+        labels = self._cfg.actor.node_labels
+        return [self._options(self._device, RANKS, i, 1, env, labels) for i in self._bundles_of_ranks()]
 
     def _bundles_of_ranks(self) -> list[int]:
         """Returns the bundle of each rank, for the current nodes of the bundles."""
-        size, count = self._cfg.actor.ulysses_sequence_parallel_size, self._cfg.actor.num_workers
+        count = self._cfg.actor.num_workers
         node_of = self._nodes_of_ranks()
         if not node_of:
             return [0] * count
         per_bundle = count // len(node_of)
-        order = in_order(node_of, math.lcm(size, num_shards(self._cfg), per_bundle) // per_bundle)
-        found = [bundle for bundle in order for _ in range(per_bundle)]
-        for first in range(0, count, size):
-            if (many := len({node_of[bundle] for bundle in found[first : first + size]})) > 1:
-                raise RuntimeError(
-                    f"actor ranks {first} to {first + size - 1} share their sequences "
-                    f"(`actor.ulysses_sequence_parallel_size` {size}), and Ray found them places on {many} nodes; "
-                    "lower that key, or start when no other job holds GPUs of these nodes"
-                )
-        return found
+        order = in_order(node_of, math.lcm(num_shards(self._cfg), per_bundle) // per_bundle)
+        return [bundle for bundle in order for _ in range(per_bundle)]
 
     def _nodes_of_ranks(self) -> Mapping[int, str]:
         """Returns the node of each bundle, empty on CPUs."""

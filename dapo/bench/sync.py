@@ -17,7 +17,7 @@ from dapo.bench.shapes import SYNC_SHAPES
 from dapo.config.checks import validate
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
-from dapo.derived import device_of
+from dapo.derived import device_of, shares_gpus
 from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
@@ -44,7 +44,7 @@ def to_config(options: argparse.Namespace, path: str) -> Config:
     cfg.actor.num_workers = options.ranks
     cfg.actor.max_tokens_per_gpu = 2 * LENGTH
     cfg.weight_sync.bucket_bytes = options.bucket_mib << 20
-    cfg.trainer.device, cfg.trainer.colocate = options.device, "memory" if options.colocate else "none"
+    cfg.trainer.device, cfg.trainer.colocate = options.device, "time" if options.colocate else "none"
     validate(cfg)
     return cfg
 
@@ -54,11 +54,16 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
     with cluster(cfg):
         device = device_of(cfg)
         placement = Placement(cfg, device)
-        engines = RolloutPool(placement.rollout(), cfg.rollout)
-        actors = ActorPool(cfg, device, placement.actors)
+        engines, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
         versions = itertools.count(1)
         try:
-            await engines.start(cfg.model.path, engine_args(cfg, device))
+            if shares_gpus(cfg):  # an engine measures free memory, so the actors load while it sleeps
+                await actors.find()
+                gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
+                await engines.start(cfg.model.path, engine_args(cfg, device), gpus)
+                await engines.sleep()
+            else:
+                await engines.start(cfg.model.path, engine_args(cfg, device))
             await actors.start()
             for transport in [*transports] * turns:
                 cfg.weight_sync.transport = transport

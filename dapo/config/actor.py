@@ -216,7 +216,7 @@ class WeightSyncConfig:
         TRANSPORTS,
         "auto",
         "`broadcast`: one process group of actor rank 0 and all engines, NCCL on GPU, gloo on CPU; `ipc`: CUDA memory "
-        "that both roles see, on the same GPUs; `auto`: ipc with `trainer.colocate` memory or time, else broadcast",
+        "that both roles see, on the same GPUs; `auto`: ipc with `trainer.colocate=time`, else broadcast",
     )
     bucket_bytes: int = at_least(
         1,

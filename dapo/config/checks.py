@@ -5,15 +5,10 @@ from pathlib import Path
 
 from dapo.config import fields
 from dapo.config.names import ENGINE
-from dapo.config.rules.code import code
-from dapo.config.rules.decoding import decoding, quantized_training
-from dapo.config.rules.engine import arguments, batches, random_weights, stages, starts
-from dapo.config.rules.judge import judge
+from dapo.config.rules.engine import arguments, batches, decoding, quantized_training, random_weights, stages, starts
 from dapo.config.rules.model import actor, served
-from dapo.config.rules.objective import correction, objective
 from dapo.config.rules.placement import placement
-from dapo.config.rules.reward_model import reward_model
-from dapo.config.rules.sources import sources
+from dapo.config.rules.reward import code, judge, reward_model, waits
 from dapo.config.schema import Config
 
 # Engine arguments that dapo sets itself from other keys.
@@ -35,22 +30,27 @@ WHOLE_ENGINE_ARGS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 
+TRAIN = "train"
+RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.store.schema`)
+MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; a larger value was meant for single tokens
+MAX_GEOMETRIC = 1.1  # a mean difference of 0.1 nats per token; a larger value was meant for single tokens
+
 
 def validate(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actor ranks, not only engines."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
         _engine_numbers,
-        *([sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
+        *([_sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
         _lengths,
         _greedy,
-        *([objective, correction, quantized_training] if trains else []),
+        *([_objective, _correction, quantized_training] if trains else []),
         _engine_args,
         starts,
         *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),
         decoding,
         *([actor, placement] if trains else [served]),
-        _reward_waits,
+        waits,
         code,
         reward_model,
         judge,
@@ -70,6 +70,46 @@ def doubts(cfg: Config) -> Iterator[str]:
             f"`algorithm.clip_ratio_low` ({low}) is above `algorithm.clip_ratio_high` ({high}): tokens are let down "
             "further than up, the contrary of DAPO's clip-higher (0.2 and 0.28); exchange them if that is not meant"
         )
+
+
+def _sources(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if bool(data.train_files) == bool(data.sources):
+        have = f"{data.train_files}), and so has `data.sources`" if data.sources else "[]), and `data.sources` is empty"
+        yield (
+            f"`data.train_files` ({have}; give at least one file or hub data set, as in data.train_files=[a.parquet], "
+            "or data.sources=[{name: sums, files: [a.parquet]}] with data.train_files=[]"
+        )
+    named = list(data.val_files) if isinstance(data.val_files, dict) else []
+    names = [("data.val_files", name) for name in named]
+    names += [(f"data.sources[{index}].name", source.name) for index, source in enumerate(data.sources)]
+    for key, name in names:
+        if name in RESERVED:  # would be mixed up in the sample store
+            what = "the training prompts" if name == TRAIN else "a held-out set without a name"
+            yield f"`{key}` ({name}) is the name that `samples.sqlite` has for {what}; take another, such as my_{name}"
+    for name in (source.name for source in data.sources if source.val_files and source.name in named):
+        yield f"`data.val_files` has a set `{name}`, and so has `data.sources` with its `val_files`; rename one"
+    if data.val_files and not isinstance(data.val_files, dict) and any(source.val_files for source in data.sources):
+        yield (
+            f"`data.val_files` ({data.val_files}) is a set without a name, next to `val_files` of `data.sources`; name "
+            "it, as in data.val_files={all: a.parquet}"
+        )
+    for index, source in enumerate(data.sources):
+        key = f"data.sources[{index}]"
+        if source.name in [one.name for one in data.sources[:index]]:
+            yield f"`{key}.name` ({source.name}) stands twice; metrics need a name for each"
+        if source.max_response_length > data.max_response_length:
+            yield (
+                f"`{key}.max_response_length` ({source.max_response_length}) must be at most "
+                f"`data.max_response_length` ({data.max_response_length}), which engines are made for; raise that one"
+            )
+        overlong = cfg.reward.overlong_buffer
+        if overlong.enable and 0 < source.max_response_length <= overlong.len:
+            yield (
+                f"`{key}.max_response_length` ({source.max_response_length}) must be larger than "
+                f"`reward.overlong_buffer.len` ({overlong.len}); lower the buffer, raise the cap, or switch it off "
+                "(`reward.overlong_buffer.enable=false`)"
+            )
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
@@ -176,23 +216,53 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     yield from stages(cfg, device)
 
 
-def _reward_waits(cfg: Config) -> Iterator[str]:
-    limits = cfg.reward.limits
-    if 2 * limits.cpu_s > limits.wall_s:
+def _objective(cfg: Config) -> Iterator[str]:
+    algorithm, kl = cfg.algorithm, cfg.algorithm.kl
+    if algorithm.policy_loss == "gspo" and max(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > MAX_GSPO_CLIP:
         yield (
-            f"`reward.limits.wall_s` ({limits.wall_s:g}) must be at least twice `reward.limits.cpu_s` "
-            f"({limits.cpu_s:g}), or a response that computes without end never reaches its CPU limit; raise the one "
-            "or lower the other"
+            f"`algorithm.clip_ratio_low` ({algorithm.clip_ratio_low}) and `algorithm.clip_ratio_high` "
+            f"({algorithm.clip_ratio_high}) bound a single token's ratio, but `algorithm.policy_loss` is gspo, whose "
+            "ratio is a mean over the response; the published values are 0.0003 and 0.0004"
         )
-    if cfg.reward.timeout_s <= cfg.reward.remote.timeout_s:
+    if kl.loss_coeff and kl.reward_coeff:
         yield (
-            f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be longer than `reward.remote.timeout_s` "
-            f"({cfg.reward.remote.timeout_s:g}), or a worker passes for lost while it waits for others; raise the one "
-            "or lower the other"
+            f"`algorithm.kl.loss_coeff` ({kl.loss_coeff}) and `algorithm.kl.reward_coeff` ({kl.reward_coeff}) would "
+            "count the same distance twice; set one of them to 0"
         )
-    if cfg.reward.timeout_s <= 2 * limits.wall_s:
+    if algorithm.advantage.function == "reinforce_plus_plus" and algorithm.advantage.whiten:
         yield (
-            f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be more than twice `reward.limits.wall_s` "
-            f"({limits.wall_s:g}), or a worker passes for lost while responses take their time; raise the one or lower "
-            "the other"
+            "`algorithm.advantage.whiten` (true) would scale once more what `algorithm.advantage.function` "
+            "(reinforce_plus_plus) has normalized over the batch; set it to false"
+        )
+    if cfg.filter_groups.function and not cfg.filter_groups.enable:
+        yield (
+            f"`filter_groups.function` ({cfg.filter_groups.function}) is not asked where `filter_groups.enable` is "
+            "false; set that to true, or leave the function out"
+        )
+
+
+def _correction(cfg: Config) -> Iterator[str]:
+    correction, staleness = cfg.algorithm.rollout_correction, cfg.filter_groups.max_staleness
+    if correction.use_rollout_logprobs and correction.mode != "none":
+        yield (
+            f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
+            "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
+            "would count twice: set mode to none or use_rollout_logprobs to false"
+        )
+    if staleness and correction.mode == "none":
+        yield (
+            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
+            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
+            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
+        )
+    if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
+        yield (
+            f"`algorithm.rollout_correction.lower` ({correction.lower}) and `upper` ({correction.upper}) must enclose "
+            "1, the weight of a token on which both policies agree"
+        )
+    if correction.mode != "none" and correction.level == "geometric" and correction.upper > MAX_GEOMETRIC:
+        yield (
+            f"`algorithm.rollout_correction.upper` ({correction.upper}) bounds a single token's ratio, but `level` is "
+            f"geometric, whose ratio is a mean over the response; give 1.001, say, and at most {MAX_GEOMETRIC} (with "
+            "mask, and 0.999 as `lower`)"
         )

@@ -1,13 +1,15 @@
 """Suggests the nearest existing name for an unknown one: keys, experiments, other systems' names, vLLM's arguments."""
 
+import ast
 import difflib
 import functools
+import importlib.util
 import re
 import typing
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from dapo.config.elsewhere import instead
-from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.fields import ITEM, keys
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlanConfig
@@ -36,6 +38,20 @@ def is_open(name: str) -> bool:
 def experiments() -> list[str]:
     folder = config_dir() / "experiment"
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+@functools.cache
+def engine_arguments() -> frozenset[str]:
+    """Returns the names of vLLM's engine arguments, read from its source, because importing vLLM would take seconds and
+    load torch. Empty if it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    classes = [one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)]
+    lines = [line for one in classes if one.name in ("EngineArgs", "AsyncEngineArgs") for line in one.body]
+    targets = [line.target for line in lines if isinstance(line, ast.AnnAssign)]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, Rol
 RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
 MAX_SEED = (1 << 32) - 1  # numpy's
-COLOCATIONS = ("none", "memory", "time", "lend")
-BY_SWITCH = {"True": "memory", "False": "none"}  # `true` and `false`, the values of earlier versions
+COLOCATIONS = ("none", "time", "lend")
 # Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks fit the caches,
 # but their matrix products are slow: one thread takes 4.9, 4.4, 4.8 s with 2^24, 2^25, 2^26 elements (440 tokens,
 # hidden size 896, vocabulary 152k). A GPU needs enough rows that adding to the float32 weight gradient costs little.
@@ -195,21 +194,18 @@ class TrainerConfig:
         "model as it is and keeps them all under `batches/`, `train` (`--train-only`) trains on those of "
         "`data.batches`; neither evaluates",
     )
-    colocate: str = one_of(
-        COLOCATIONS,
+    colocate: str = key(
         "none",
-        "whether engines and actors share GPUs and take turns: `memory` divides each GPU between an engine and a rank "
-        "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs "
-        "of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; `lend` has `rollout.num_engines` "
-        "with GPUs of their own, and as many more as the ranks' GPUs hold, which wake while the actors wait for a "
-        "batch, where that gains more seconds than it was measured to cost; true: memory; false: none",
+        "whether engines and actors share GPUs and take turns: `time` gives all of each GPU to whose turn it is: an "
+        "engine owns the GPUs of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; `lend` has "
+        "`rollout.num_engines` with GPUs of their own, and as many more as the ranks' GPUs hold, which wake while the "
+        "actors wait for a batch, where that gains more seconds than it was measured to cost",
+        values="one of none, time, lend (time is what memory and true were, none what false was)",
+        holds=lambda value: value in COLOCATIONS,
         verl="actor_rollout_ref.hybrid_engine",
         trl="vllm_mode",
         resume="harmless",
     )
-
-    def __post_init__(self) -> None:
-        self.colocate = BY_SWITCH.get(self.colocate, self.colocate)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,13 @@
 """Preflight checks on the driver, before any worker starts: learning-rate schedule, model files, user-defined
 functions, installation."""
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dapo.config.facts.hub import unreachable
-from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
-from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, weights_problems
-from dapo.config.paths import checked_data, data_parts, not_on_hub, resolve_path
+from dapo.config.paths import checked_data, data_parts, not_on_hub
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
-from dapo.config.rules.model import config_problems, reads_safetensors
+from dapo.config.rules import model
 from dapo.config.schema import Config
 from dapo.data.files import read_chunks
 from dapo.data.sources import held_out_files, train_files
@@ -29,18 +24,13 @@ from dapo.turns.loading import runs_programs
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem: key, value and remedy. trains: as for `validate`."""
-    # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
-    if broken := [*_torchvision()]:
-        raise ValueError("\n".join(broken))
     from dapo.own.check import own_functions  # loads torch, as the schedule does
-    from dapo.schedule import check_rates
+    from dapo.schedule import learning_rates
 
     problems = [
-        # Over the whole run: transformers uses many arguments of a schedule only at late steps.
-        *_refusal(lambda: check_rates(cfg)),
-        *(_attention(cfg) if trains else ()),
-        *_models(cfg, trains=trains),
-        *_architecture(cfg, trains=trains),
+        *_refusal(lambda: learning_rates(cfg)),
+        *model.stored(cfg, trains=trains),
+        *model.loadable(cfg, trains=trains),
         *_reward_functions(cfg),
         *choice.problems(cfg),
         *_rollout_function(cfg),
@@ -53,7 +43,13 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
 def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
     """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run."""
     functions = [*_reward_functions(cfg)]
-    problems = [*_data(cfg), *_models(cfg, trains=True), *functions, *choice.problems(cfg), *_rollout_function(cfg)]
+    problems = [
+        *_data(cfg),
+        *model.stored(cfg, trains=True),
+        *functions,
+        *choice.problems(cfg),
+        *_rollout_function(cfg),
+    ]
     if not functions:
         for fails, line in rewards_tried(cfg):
             problems += [line] if fails else []
@@ -115,92 +111,6 @@ def _refusal(call: Callable[[], object]) -> Iterator[str]:
         call()
     except ValueError as error:
         yield str(error)
-
-
-def _attention(cfg: Config) -> Iterator[str]:
-    """Checks the attention name here: the ranks would fail only after all processes have started."""
-    from transformers import AttentionInterface
-
-    name, known = cfg.model.attn_implementation, sorted(AttentionInterface().valid_keys())
-    if name not in ("auto", *known):
-        yield f"`model.attn_implementation` ({name}) is unknown to transformers; take auto or one of {', '.join(known)}"
-    elif name == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
-        yield (
-            f"`model.attn_implementation` ({name}) needs the package flash-attn, which is not installed; install it on "
-            "every node of the ranks, or take auto, which needs no package"
-        )
-
-
-def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
-    """Checks the model files (offline: those in the hub cache) for missing and truncated weights, which would otherwise
-    be found only after all processes have started."""
-    others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
-    wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
-    for key, path in {"model.path": cfg.model.path, **others}.items():
-        folder = Path(resolve_path(path)) if path else None
-        again, whole = "copy or download the model again", "give the directory of a whole model"
-        if folder is not None and not folder.is_dir():
-            if error := unreachable(path, "model"):
-                yield "; ".join(not_on_hub(key, path, error))
-                continue
-            folder = offline_snapshot(path)
-            again = whole = f"`hf download {path}`, or unset HF_HUB_OFFLINE"
-        if folder is None:
-            continue
-        if found := weights_problems(folder):
-            yield f"`{key}` ({path}): {found[0]}; {again}"
-        elif key == "model.path" and wanted and not any(any(folder.glob(name)) for name in wanted):
-            yield f"`{key}` ({path}) holds no weights ({' or '.join(wanted)}); {whole}"
-
-
-def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
-    """Reads the model's configuration as the ranks do, from the hub if necessary."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    path, trusted = resolve_path(cfg.model.path), cfg.model.trust_remote_code
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    except OSError:  # no such model: reported when its tokenizer is loaded
-        return
-    except (ValueError, KeyError) as error:
-        remedy = "choose another model, or install a transformers that knows it"
-        if "trust_remote_code" in str(error):
-            remedy = "set `model.trust_remote_code=true` if you trust that code"
-        yield f"`model.path` ({path}): transformers cannot read its config.json: {_first(error)}; {remedy}"
-        return
-    if trains and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted:
-        yield (
-            f"`model.path` ({path}) is of the kind {config.model_type}, of which transformers has no causal language "
-            "model; choose another model, or set `model.trust_remote_code=true` where it brings its own code"
-        )
-    masked = cfg.model.attn_implementation not in MASKLESS
-    if trains and (why := _class(config, path, trusted=trusted, masked=masked)):
-        yield f"`model.path` ({path}): {why}"
-    elif trains and (folder := Path(path) if Path(path).is_dir() else offline_snapshot(path)):
-        yield from (f"`model.path` ({path}): {problem}" for problem in tensor_problems(folder, config.to_dict()))
-    if not Path(path).is_dir():
-        yield from config_problems(cfg, config.to_dict(), trains=trains)
-
-
-def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
-    """Returns why the model class cannot be used, or "". Code that cannot be imported is reported by the ranks."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if own is not None and trusted:
-        try:
-            model, base = get_class_from_dynamic_module(own, path), None
-        except Exception:
-            return ""
-    else:
-        model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
-    if model is None or isinstance(model, tuple):  # one of several, chosen by the configuration
-        return ""
-    if own is None and model.config_class is not type(config.get_text_config()):
-        return f"{model.__name__} is not of text alone{OTHER}"
-    why = why_not_packed(model, None if isinstance(base, tuple) else base, masked=masked)
-    return why and f"{model.__name__} {why}"
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:
@@ -278,21 +188,3 @@ def _known_answers(function: LoadedFunction, key: str) -> Iterator[str]:
             )
     except ValueError as error:
         yield f"`{key}.kwargs` ({redacted(function.kwargs)}): {error}"
-
-
-def _torchvision() -> Iterator[str]:
-    """Reports a CUDA torchvision next to a CPU torch: `import transformers` then fails with an error about nms."""
-    try:
-        vision = importlib.metadata.version("torchvision")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    torch_version = importlib.metadata.version("torch")
-    if "+cpu" in torch_version and "+cpu" not in vision:
-        yield (
-            f"torchvision {vision} is built for CUDA, but torch is {torch_version}; dapo needs no torchvision: "
-            "run `pip uninstall torchvision`"
-        )
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]

@@ -365,7 +365,7 @@ def _idle(run: Figures) -> Finding | None:
         f"engines have no request in {ends.last:.0%} of a step of {step:.3g} s ({ends.last_steps}); {seconds}",
         run.changes(
             ("trainer.colocate", "none: engines and actors work at once, on GPUs of their own")
-            if run.value("trainer.colocate") in ("memory", "time")
+            if run.value("trainer.colocate") == "time"
             else ("filter_groups.max_staleness", "1 or more: the engines generate while the actors update"),
             ("actor.num_workers", "more ranks shorten the update"),
             ("rollout.num_engines", "fewer engines, their GPUs to the actors"),

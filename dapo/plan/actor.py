@@ -255,12 +255,12 @@ class ActorMemory:
 
     def phases(self) -> tuple[Phase, ...]:
         """The phases in the order of a step. Passes without gradient and the optimizer's step need less than these."""
-        resident, divided = self.resident(), self.cfg.trainer.colocate == "memory"
+        resident = self.resident()
         own = {
             "head: log-probabilities and their gradient": (*self._gathered(1), *self._at_head()),
             "backward pass of a layer": (*self._gathered(2), *self._in_layers()),
             "end of the backward pass": (*self._gathered(1), *self._at_end()),
-            "weight sync": (self._in_sync(), *([copies_term(self.cfg, self.shape)] if divided else ())),
+            "weight sync": (self._in_sync(),),
         }
         return tuple(Phase(name=name, terms=(*resident, *terms)) for name, terms in own.items())
 

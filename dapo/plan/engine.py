@@ -13,7 +13,7 @@ from typing import Any
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
-from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, takes_turns
+from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, shares_gpus
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
 from dapo.plan.terms import Term, size, together
 
@@ -143,7 +143,7 @@ class EngineMemory:
     def on_host(self) -> tuple[Term, ...]:
         """What sleeping engines keep in a node's memory at vLLM's sleep level 1, to which a run falls back
         (`workers.engines.keeper`). At level 2 they keep nothing."""
-        if not takes_turns(self.cfg) or device_of(self.cfg) == "cpu":
+        if not shares_gpus(self.cfg) or device_of(self.cfg) == "cpu":
             return ()
         asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines
         count, own = min(self.cfg.plan.gpus_per_node, asleep * self.gpus), self.weights().amount

@@ -7,7 +7,7 @@ from typing import Any
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import device_of, lends, lent_engines, num_shards, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, num_shards, shares_gpus
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import CACHE, EngineMemory
 from dapo.plan.step import Step, mean_tokens
@@ -30,8 +30,7 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     memory = float(cfg.plan.gpu_memory_bytes)
     if device_of(cfg) == "cpu" or not shares_gpus(cfg):
         return memory
-    engine = EngineMemory(cfg, shape)
-    return memory - engine.asleep().amount if takes_turns(cfg) else memory - engine.taken
+    return memory - EngineMemory(cfg, shape).asleep().amount
 
 
 def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
@@ -51,14 +50,8 @@ def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:
-        engine = EngineMemory(cfg, shape)
-        beside = {
-            "none": "",
-            "memory": f", of which the engine takes {engine.taken / cfg.plan.gpu_memory_bytes:g}",
-            **dict.fromkeys(
-                ("time", "lend"), f", of which the engine keeps {size(engine.asleep().amount)} when it sleeps"
-            ),
-        }[cfg.trainer.colocate]
+        asleep = size(EngineMemory(cfg, shape).asleep().amount)
+        beside = f", of which the engine keeps {asleep} when it sleeps" if shares_gpus(cfg) else ""
         yield (
             f"an actor rank needs {size(peak.total)} ({peak.name}), and has {size(room)} (`plan.gpu_memory_bytes` "
             f"{size(cfg.plan.gpu_memory_bytes)}{beside}); {_remedy(cfg, shape)}"
@@ -119,9 +112,6 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
     yield {"model.gradient_checkpointing": "selective"}
     yield {"model.gradient_checkpointing": "full"}
     yield {"actor.fsdp_size": -1}
-    key, most = EngineMemory(cfg, shape).within(cfg.plan.gpu_memory_bytes - ActorMemory(cfg, shape).peak().total)
-    if cfg.trainer.colocate == "memory" and most > 0:
-        yield {key: most}
     for part in (0.75, 0.5, 0.25, 0):
         yield {"actor.max_tokens_per_gpu": max(int(part * actor.max_tokens_per_gpu), -(-window // shared))}
     for n in shape.head_shares:
@@ -157,7 +147,7 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
             f"{leaves}, and a weight sync needs {size(beyond)} there ({why}); {most}, or lower "
             "`weight_sync.bucket_bytes`"
         )
-    if takes_turns(cfg) and device_of(cfg) == "cuda":
+    if shares_gpus(cfg) and device_of(cfg) == "cuda":
         yield from _turn_of_engines(cfg, shape, engine)
 
 
@@ -195,7 +185,7 @@ def _wider_caches(
         wider: Change = {"rollout.vllm.tensor_parallel_size": n}
         if engine.tensor_parallel < n <= WIDEST_ENGINE and cfg.trainer.colocate == "none":
             yield wider
-        elif engine.tensor_parallel < n <= WIDEST_ENGINE and takes_turns(cfg) and cfg.actor.num_workers % gpus == 0:
+        elif engine.tensor_parallel < n <= WIDEST_ENGINE and shares_gpus(cfg) and cfg.actor.num_workers % gpus == 0:
             yield wider if lends(cfg) else wider | {"rollout.num_engines": cfg.actor.num_workers // gpus}
     if engine.kv_tokens > cfg.data.max_prompt_length:
         yield {"data.max_response_length": engine.kv_tokens - cfg.data.max_prompt_length}

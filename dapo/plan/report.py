@@ -4,7 +4,7 @@ import textwrap
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
+from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import beyond_host, hints, room_for_actors
@@ -27,7 +27,7 @@ def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     beside = f", {judge.num_engines} judges on {judge_gpus} GPUs" if judge.path else ""
     same = f"both on the same {max(gpus, cfg.actor.num_workers)}"
     more = f"{roles}, {lent_engines(cfg)} more on the ranks' when that pays"
-    shared = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn", "lend": more}
+    shared = {"none": roles, "time": f"{same}, in turn", "lend": more}
     where, layout = ("GPUs", shared[cfg.trainer.colocate]) if device_of(cfg) == "cuda" else ("CPU processes", roles)
     return [
         f"model {cfg.model.path}: {shape.parameters:,} parameters = {shape.num_layers} layers x "
@@ -58,7 +58,7 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     for phase in memory.phases():
         own = [term for term in phase.terms if term.name not in resident]
         lines += [f"and in phase `{phase.name}`:", *table(own), f"  in all {size(phase.total)}"]
-    if takes_turns(cfg):
+    if shares_gpus(cfg):
         beside, resting = memory.beside(), memory.resting()
         lines += ["while an engine has the GPU:", *table(resting, "together")]
         lines += [f"and in phase `{beside.name}`:", *table(beside.terms[len(resting) :])]
@@ -178,7 +178,7 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
         f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}",
-        *([f"  switch {duration(switch_s)}: {step.switch_formula}"] if takes_turns(cfg) else []),
+        *([f"  switch {duration(switch_s)}: {step.switch_formula}"] if shares_gpus(cfg) else []),
         *(_lending(cfg, gain_s, lent_s) if lends(cfg) else []),
         f"  idle: the GPUs of engines {1 - engines_s / whole:.0%}, those of ranks {1 - ranks_s / whole:.0%} of a step",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "

@@ -14,7 +14,7 @@ from functools import cached_property
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.paths import output_path
 from dapo.config.plan import PlannedConfig
-from dapo.derived import device_of, lends, lent_engines, optimizer_steps, takes_turns
+from dapo.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
@@ -93,7 +93,7 @@ class Step:
     def switch_s(self) -> float:
         """Seconds per step to switch shared GPUs between engines and ranks; without sleep and wake-up of lent
         engines."""
-        if not takes_turns(self.cfg):
+        if not shares_gpus(self.cfg):
             return 0.0
         asleep_s = 0.0 if lends(self.cfg) else self.cfg.plan.switch_s
         return asleep_s + 2 * self._moved_bytes / self.cfg.plan.host_bandwidth

@@ -93,7 +93,7 @@ def test_options_of_sync_become_a_configuration_that_the_checks_accept(tmp_path:
     cfg = to_config(options, str(tmp_path))
     assert (cfg.actor.num_workers, cfg.rollout.num_engines, cfg.weight_sync.bucket_bytes) == (2, 2, 3 << 20)
     with pytest.raises(ValueError, match="`rollout.num_engines`"):
-        to_config(parse(["sync", "--ranks", "2", "--colocate"]), str(tmp_path))
+        to_config(parse(["sync", "--ranks", "2", "--colocate", "--device", "cuda"]), str(tmp_path))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from dapo.config import fields
 from dapo.config.facts.model_files import tensors, weights_problems
 from dapo.config.rules.model import actor, served
-from dapo.config.rules.reward_model import reward_model
+from dapo.config.rules.reward import reward_model
 from dapo.config.schema import Config
 
 TINY = "pkg://dapo.tiny/base"  # 4,096 positions

@@ -12,8 +12,7 @@ import pytest
 from dapo.config import elsewhere
 from dapo.config.checks import validate
 from dapo.config.compose import compose
-from dapo.config.facts.vllm_source import engine_arguments
-from dapo.config.names import is_open, known_keys
+from dapo.config.names import engine_arguments, is_open, known_keys
 from dapo.config.rules.engine import batches
 from dapo.config.schema import Config
 from dapo.driver.preflight import preflight

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 
 from dapo.config.compose import compose
-from dapo.config.facts.model_class import why_not_packed
 from dapo.config.facts.model_files import INDEX
 from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig, RewardFunctionConfig
+from dapo.config.rules.model import why_not_packed
 from dapo.config.schema import Config
 from dapo.doctor.storage import models
 from dapo.doctor.subject import question
@@ -68,18 +67,6 @@ def test_calls_further_apart_than_a_worker_may_be_silent_are_named(tmp_path: Pat
     [line] = lines(compose([*rate, f"reward.functions=[{JUDGE}, {asks}]"], experiment="dapo_tiny"))
     assert re.search(r"`reward.timeout_s` \(80\).*\(45\)", line) and "functions, 2)" in line
     assert "the 44.8 s in which a worker makes its 448 calls" in line
-
-
-def test_torchvision_built_for_cuda_next_to_a_cpu_torch(monkeypatch):
-    """It is named instead of the import of transformers that it breaks."""
-    cfg = compose(["actor.optim.lr_scheduler=cosine_with_min_lr"], experiment="dapo_tiny")
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    monkeypatch.setattr(metadata, "version", versions.__getitem__)
-    with pytest.raises(ValueError, match=r"^torchvision 0\.28\.0 .*pip uninstall torchvision`$"):
-        preflight(cfg)
-    versions["torchvision"] = "0.28.0+cpu"
-    with pytest.raises(ValueError, match="lr_scheduler_kwargs"):
-        preflight(cfg)
 
 
 def truncated(folder: Path) -> None:

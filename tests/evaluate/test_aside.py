@@ -190,7 +190,7 @@ def test_an_evaluation_runs_while_a_batch_is_collected_and_trained_and_is_over_b
 
 def test_where_roles_share_gpus_it_is_over_before_the_update(tmp_path):
     trainer, rollouts, _ = made(tmp_path)
-    trainer._cfg.trainer.colocate = "memory"
+    trainer._cfg.trainer.colocate = "time"
     run(trainer.run())
     updates = [n for n, event in enumerate(rollouts.events) if event == "update"]
     for start in updates:

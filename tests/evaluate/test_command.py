@@ -163,7 +163,7 @@ def test_nothing_is_asked_for_actors(export, monkeypatch):
 
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     monkeypatch.setattr(fleet, "Placement", place)
-    line = line_of(export, "trainer.colocate=memory", "trainer.device=cpu")
+    line = line_of(export, "trainer.colocate=time", "trainer.device=cpu")
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(run.evaluate(command.configuration(line)))
     assert placed == [(0, "none")]

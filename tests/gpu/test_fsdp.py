@@ -149,7 +149,7 @@ def test_the_reference_waits_on_the_host_and_says_what_the_policy_says(
 
 def test_engines_get_the_memory_between_phases(model_dir: Path, mesh: Mesh, batch: MicroBatch) -> None:
     cfg = configured(model_dir, reshard_after_forward=False)
-    cfg.trainer.colocate = "memory"
+    cfg.trainer.colocate = "time"
     policy = fsdp.load_policy(cfg, mesh)
     held = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     with torch.no_grad():

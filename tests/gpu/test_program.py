@@ -19,10 +19,9 @@ STEPS = 3
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("colocate", ["memory", "time"])
-def test_a_few_steps_of_dapo_tiny_1gpu(tmp_path: Path, colocate: str) -> None:
+def test_a_few_steps_of_dapo_tiny_1gpu(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = [f"trainer.output_dir={run}", f"trainer.total_steps={STEPS}", f"trainer.colocate={colocate}"]
+    words = [f"trainer.output_dir={run}", f"trainer.total_steps={STEPS}"]
     words += ["eval.before_train=false", "eval.n=1", "rollout.vllm.enforce_eager=true", "trainer.ray_address=local"]
     program = [sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny_1gpu", *words]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=800)
@@ -33,7 +32,7 @@ def test_a_few_steps_of_dapo_tiny_1gpu(tmp_path: Path, colocate: str) -> None:
     for line in steps:
         assert line["actor/grad_norm"] > 0 and line["parity/mean_abs_logprob_diff"] <= 0.01
         assert line["perf/engine/tokens_per_s_per_gpu"] > 0 and line["perf/rank/gpu_peak_bytes"] > 0
-        assert ("perf/sleep_s" in line) == (colocate == "time")
+        assert line["perf/sleep_s"] >= 0
     assert list(run.rglob("model.safetensors"))
 
 

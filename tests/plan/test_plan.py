@@ -286,16 +286,6 @@ def test_an_argument_without_a_value_has_vllms_default():
     assert EngineMemory(cfg, shape).max_num_seqs == MAX_NUM_SEQS and "KV cache" in report(cfg, shape)
 
 
-def test_colocated_roles_share_a_gpu():
-    shared = ("trainer.colocate=memory", "rollout.vllm.gpu_memory_utilization=0.6")
-    overrides = (*shared, "model.gradient_checkpointing=full")
-    cfg, shape = planned(*overrides, experiment="dapo_qwen7b")
-    found = problems(cfg, shape)[0]
-    assert "has 32.00 GB" in found and "rollout.vllm.gpu_memory_utilization=0.4" in found
-    assert "slots of the weight sync (ipc)" in report(cfg, shape)
-    assert problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.4}), shape) == []
-
-
 @pytest.mark.parametrize(("override", "gpus"), [("vllm.tensor_parallel_size=4", 8), ("device=cpu", 0)])
 def test_a_judge_of_the_run_is_counted(override, gpus):
     judge = ("reward.functions=[{path: judge}]", "reward.judge.engine.path=a/judge")

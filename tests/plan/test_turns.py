@@ -74,13 +74,6 @@ def test_weights_that_wait_on_the_host_are_counted_there():
     assert copies.amount == 2 * EngineMemory(cfg, shape).weights().amount, "the others do not sleep"
 
 
-def test_copies_of_an_engine_that_never_sleeps_are_counted_beside_its_rank():
-    cfg, shape = planned(experiment="dapo_qwen0.5b_1gpu")
-    [sync] = [phase for phase in ActorMemory(cfg, shape).phases() if phase.name == "weight sync"]
-    table = 2 * 151_936 * 896
-    assert [term.amount for term in sync.terms[-2:]] == [2 * table, 2 * table]
-
-
 def arriving(cfg, shape) -> float:
     """Parameters of the units after the root, each whole and as it arrives."""
     _, units = ActorMemory(cfg, shape)._arriving()

@@ -24,12 +24,6 @@ def make_config(
     return cfg
 
 
-def colocated(gpus: int) -> Config:
-    cfg = make_config(gpus, 1, gpus)
-    cfg.trainer.colocate = "memory"
-    return cfg
-
-
 class Role:
     def place(self) -> tuple[str, list[str]]:
         context = ray.get_runtime_context()

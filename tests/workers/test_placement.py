@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from tests.support.placed_roles import colocated, make_config
+from tests.support.placed_roles import make_config
 from workers import placement
 from workers.placement import Placement
 from workers.placing import joining
@@ -70,21 +70,6 @@ def test_ranks_that_share_a_sequence_share_a_bundle_and_neighbours_a_node(groups
     assert bundles_of(placed.actors()) == [1, 1, 3, 3, 0, 0, 2, 2, 5, 5, 4, 4]
     cfg.actor.fsdp_size = 1
     assert bundles_of(placed.actors()) == [1, 1, 3, 3, 5, 5, 0, 0, 2, 2, 4, 4]
-
-
-def test_colocated_engines_share_the_bundles_of_ranks_whose_sequences_lie_on_one_node(groups):
-    cfg = colocated(4)
-    cfg.actor.ulysses_sequence_parallel_size = 2
-    placed = Placement(cfg, "cuda")
-    assert groups[0].bundles == [{"GPU": 1, "CPU": 2}] * 4
-    assert bundles_of(placed.rollout()) == bundles_of(placed.actors()) == [0, 1, 2, 3]
-    groups[0].nodes = list("baab")
-    assert bundles_of(placed.actors()) == [1, 2, 0, 3]
-    placed.release_engine(0)
-    assert len(groups) == 1
-    groups[0].nodes = list("abbb")
-    with pytest.raises(RuntimeError, match=r"ranks 0 to 1 .*`actor.ulysses_sequence_parallel_size` 2.* on 2 nodes"):
-        placed.actors()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +175,7 @@ def test_each_process_sees_its_own_gpus_also_where_its_node_lets_ray_show_all(gr
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    placed = Placement(colocated(2), "cuda")
+    placed = Placement(make_config(1, 1, 2), "cuda")
     for options in (*placed.rollout(), *placed.actors()):
         with monkeypatch.context() as process:
             for name, value in options["runtime_env"]["env_vars"].items():

@@ -239,7 +239,6 @@ def test_a_sync_without_end_names_where_it_stood():
     ("transport", "colocate", "resolved"),
     [
         ("auto", "none", "broadcast"),
-        ("auto", "memory", "ipc"),
         ("auto", "time", "ipc"),
         ("broadcast", "time", "broadcast"),
         ("auto", "lend", "broadcast"),

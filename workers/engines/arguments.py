@@ -4,7 +4,7 @@ from typing import Any
 
 from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, takes_turns
+from dapo.derived import gpus_per_engine, shares_gpus
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         if gpus_per_engine(cfg.rollout.vllm) == 1:
             args["distributed_executor_backend"] = "uni"
         return args | cfg.rollout.vllm
-    if takes_turns(cfg):
+    if shares_gpus(cfg):
         args["enable_sleep_mode"] = True
     if gpus_per_engine(cfg.rollout.vllm) > 1:
         # Inside a placement group vLLM would choose Ray, which rejects our single-node bundles of several GPUs.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus, takes_turns
+from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus
 
 RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
 CPUS_COLOCATED = 2  # CPUs per GPU that a rank and an engine share: one for each process
@@ -60,7 +60,7 @@ def count_gpus(cfg: Config, device: str) -> int:
 def _ranks(cfg: Config, device: str) -> Pool:
     size, shared = ranks_of_a_piece(cfg), shares_gpus(cfg)
     what, keys = "share a sequence", "`actor.ulysses_sequence_parallel_size`"
-    if takes_turns(cfg):
+    if shared:
         what, keys = f"{what} or an engine", f"{keys}, `rollout.vllm.tensor_parallel_size`"
     return Pool(
         name=RANKS,

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils.logging import disable_progress_bar
 
 from dapo.config.reward import RewardModelConfig
-from dapo.config.rules.reward_model import head_problems
+from dapo.config.rules.reward import head_problems
 from dapo.data.tokenizer import special_tokens, spelled_out
 from dapo.types import Messages
 

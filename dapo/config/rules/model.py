@@ -1,16 +1,21 @@
-"""Checks of `model`, `actor` and `weight_sync`."""
+"""Checks of models: what the configuration and config.json say of them, their files, and their class in transformers;
+also of `actor`."""
 
+import ast
+import importlib.util
+import inspect
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config.facts.model_class import MASKLESS
-from dapo.config.facts.model_files import INDEX, SINGLE, tensors
+from dapo.config.facts.hub import unreachable
+from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, tensors, weights_problems
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
 from dapo.config.names import ENGINE, nearest
-from dapo.config.paths import checked_path, resolve_path
+from dapo.config.paths import checked_path, not_on_hub, resolve_path
 from dapo.config.schema import Config
 
 # Keys of config.json for changes of the logits after the head. The actors compute only head and softmax.
@@ -19,6 +24,11 @@ ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # NO_TARGETS
 LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # values of `layer_types` that the actors support
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 EXPERT_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # supported by both ranks and engines
+# All other attention implementations of transformers separate sequences by a mask over the whole micro-batch.
+MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
+OTHER = "; choose another architecture"
+POSITIONS = "position_ids"  # the fifth argument of each function in MASKS
 
 
 def actor(cfg: Config) -> Iterator[str]:
@@ -269,3 +279,132 @@ def _window(config: dict[str, Any]) -> float:
         first = config.get("max_window_layers", 0)
         slides = config.get("use_sliding_window", True) and first < config.get("num_hidden_layers", math.inf)
     return (slides and config.get("sliding_window")) or math.inf
+
+
+def stored(cfg: Config, *, trains: bool) -> Iterator[str]:
+    """Checks the files of all models of a run, which would otherwise fail only after all processes have started."""
+    wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
+    others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
+    for key, path in {"model.path": cfg.model.path, **others}.items():
+        if path and (problem := stored_problem(key, path, wanted if key == "model.path" else ())):
+            yield "; ".join(problem)
+
+
+def stored_problem(key: str, path: str, wanted: Sequence[str] = ()) -> tuple[str, str] | None:
+    """Returns problem and remedy of a model that is neither here nor on the hub, or whose weights are missing or cut
+    off; offline, of its copy in the hub's cache. wanted: patterns, one of which a file must match."""
+    folder: Path | None = Path(resolve_path(path))
+    again, whole = "copy or download the model again", "give the directory of a whole model"
+    if not Path(resolve_path(path)).is_dir():
+        if error := unreachable(path, "model"):
+            return not_on_hub(key, path, error)
+        folder = offline_snapshot(path)
+        again = whole = f"`hf download {path}`, or unset HF_HUB_OFFLINE"
+    if folder and (found := weights_problems(folder)):
+        return f"`{key}` ({path}): {found[0]}", again
+    if folder and wanted and not any(any(folder.glob(name)) for name in wanted):
+        return f"`{key}` ({path}) holds no weights ({' or '.join(wanted)})", whole
+    return None
+
+
+def loadable(cfg: Config, *, trains: bool) -> Iterator[str]:
+    """Checks what transformers says of the model, with its configuration from the hub if necessary. Imports torch."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    if trains:
+        yield from _implementation(cfg)
+    path, trusted = resolve_path(cfg.model.path), cfg.model.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    except OSError:  # no such model: reported when its tokenizer is loaded
+        return
+    except (ValueError, KeyError) as error:
+        remedy = "choose another model, or install a transformers that knows it"
+        if "trust_remote_code" in str(error):
+            remedy = "set `model.trust_remote_code=true` if you trust that code"
+        yield f"`model.path` ({path}): transformers cannot read its config.json: {_first(error)}; {remedy}"
+        return
+    if trains and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted:
+        yield (
+            f"`model.path` ({path}) is of the kind {config.model_type}, of which transformers has no causal language "
+            "model; choose another model, or set `model.trust_remote_code=true` where it brings its own code"
+        )
+    masked = cfg.model.attn_implementation not in MASKLESS
+    if trains and (why := _class(config, path, trusted=trusted, masked=masked)):
+        yield f"`model.path` ({path}): {why}"
+    elif trains and (folder := Path(path) if Path(path).is_dir() else offline_snapshot(path)):
+        yield from (f"`model.path` ({path}): {problem}" for problem in tensor_problems(folder, config.to_dict()))
+    if not Path(path).is_dir():
+        yield from config_problems(cfg, config.to_dict(), trains=trains)
+
+
+def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
+    """Returns why the model class cannot be used, or "". Code that cannot be imported is reported by the ranks."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own is not None and trusted:
+        try:
+            model, base = get_class_from_dynamic_module(own, path), None
+        except Exception:
+            return ""
+    else:
+        model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
+    if model is None or isinstance(model, tuple):  # one of several, chosen by the configuration
+        return ""
+    if own is None and model.config_class is not type(config.get_text_config()):
+        return f"{model.__name__} is not of text alone{OTHER}"
+    why = why_not_packed(model, None if isinstance(base, tuple) else base, masked=masked)
+    return why and f"{model.__name__} {why}"
+
+
+def _implementation(cfg: Config) -> Iterator[str]:
+    """Checks the attention name here: the ranks would fail only after all processes have started."""
+    from transformers import AttentionInterface
+
+    name, known = cfg.model.attn_implementation, sorted(AttentionInterface().valid_keys())
+    if name not in ("auto", *known):
+        yield f"`model.attn_implementation` ({name}) is unknown to transformers; take auto or one of {', '.join(known)}"
+    elif name == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+        yield (
+            f"`model.attn_implementation` ({name}) needs the package flash-attn, which is not installed; install it on "
+            "every node of the ranks, or take auto, which needs no package"
+        )
+
+
+def why_not_packed(model: Any, base: Any, *, masked: bool) -> str:
+    """Returns why a model would not keep the sequences of a packed micro-batch separate, or could not be called on
+    them; "" if its class shows no reason.
+
+    model: the class with the head. base: the class below the head, or None if unknown. masked: whether the attention
+    implementation is not in `MASKLESS`.
+    """
+    if model._is_stateful:
+        return f"keeps a state from token to token, which runs from one sequence of a micro-batch into the next{OTHER}"
+    taken = None if base is None else inspect.signature(base.forward).parameters.values()
+    if not model._supports_attention_backend or (taken and all(each.kind is not each.VAR_KEYWORD for each in taken)):
+        return f"computes attention by itself, over all sequences of a micro-batch at once{OTHER}"
+    if masked and _masks_all(base or model):
+        return (
+            "makes its mask without the positions of tokens, over all sequences of a micro-batch at once; set "
+            "`model.attn_implementation=auto`, which needs no mask"
+        )
+    return ""
+
+
+def _masks_all(model: Any) -> bool:
+    """Whether the class's source file creates a causal mask without passing position ids (sequence starts)."""
+    calls = ast.walk(ast.parse(inspect.getsource(sys.modules[model.__module__])))
+    return any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id in MASKS
+        and len(call.args) < 5
+        and not {POSITIONS, None} & {keyword.arg for keyword in call.keywords}  # None: **kwargs, not inspected
+        for call in calls
+    )
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]

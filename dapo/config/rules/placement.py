@@ -14,16 +14,15 @@ def placement(cfg: Config) -> Iterator[str]:
             "`weight_sync.transport` (ipc) hands over memory of a GPU that both roles share, and `trainer.colocate` is "
             "none; take auto, or set `trainer.colocate=time`"
         )
-    if cfg.trainer.colocate not in ("time", "lend") and cfg.actor.offload == "phase":
+    if cfg.trainer.colocate == "none" and cfg.actor.offload == "phase":
         yield (
             "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
-            f"`trainer.colocate` ({cfg.trainer.colocate}) they never have it alone; take none or host, or set "
-            "`trainer.colocate=time` or lend"
+            "`trainer.colocate` (none) they never have it; take none or host, or set `trainer.colocate=time` or lend"
         )
 
 
 def _shared_gpus(cfg: Config) -> Iterator[str]:
-    if cfg.trainer.colocate in ("time", "lend") and cfg.rollout.vllm.get("enable_sleep_mode") is False:
+    if cfg.rollout.vllm.get("enable_sleep_mode") is False:
         yield (
             "`rollout.vllm.enable_sleep_mode` (false) keeps an engine's memory while it sleeps, and with "
             f"`trainer.colocate` ({cfg.trainer.colocate}) the actors need it then; leave it out"
@@ -31,7 +30,7 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
     if cfg.trainer.colocate == "lend":
         yield from _lent(cfg)
         return
-    yield from _divided(cfg) if cfg.trainer.colocate == "memory" else _owned(cfg)
+    yield from _owned(cfg)
     if cfg.rollout.node_labels and cfg.rollout.node_labels != cfg.actor.node_labels:
         yield (
             f"`rollout.node_labels` ({dict(cfg.rollout.node_labels)}) must be empty or `actor.node_labels` "
@@ -42,29 +41,6 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
         yield (
             "`weight_sync.transport` (broadcast) is NCCL, which takes no two members on one GPU as with "
             "`trainer.colocate`; take auto or ipc"
-        )
-
-
-def _divided(cfg: Config) -> Iterator[str]:
-    """Requires one engine per rank, and its part of the memory (`trainer.colocate=memory`)."""
-    engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = cfg.rollout.vllm.get(name, 1)
-        if size != 1:
-            yield (
-                f"`rollout.vllm.{name}` ({size}) must be 1 with `trainer.colocate=memory`, where each engine shares "
-                "the GPU of one actor rank; raise `rollout.num_engines` instead, or set `trainer.colocate=time`"
-            )
-    if engines != ranks:
-        yield (
-            f"`trainer.colocate=memory` gives each of `rollout.num_engines` ({engines}) the GPU of one of "
-            f"`actor.num_workers` ({ranks}); make them equal, or set `trainer.colocate=none`"
-        )
-    if cfg.trainer.device != "cpu" and "gpu_memory_utilization" not in cfg.rollout.vllm:
-        yield (
-            "`rollout.vllm.gpu_memory_utilization` is missing: vLLM would take 0.92 of a GPU that `trainer.colocate` "
-            "shares with an actor rank; give the engine's part, such as 0.5 (`python -m dapo.plan` says what the actor "
-            "needs)"
         )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.config.rules.decoding import FP8_LOGPROB_DIFF
+from dapo.config.rules.engine import FP8_LOGPROB_DIFF
 from dapo.types import Request, Response, Sampling
 from tests.support.engines.two import started
 from tests.support.local_actors import local_sync

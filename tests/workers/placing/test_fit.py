@@ -64,7 +64,7 @@ def test_gpus_of_the_reward_model_are_counted(device: str, settings: dict[str, o
 
 def test_colocated_roles_ask_for_each_gpu_once() -> None:
     cfg = make_config(4, 1, 4)
-    cfg.trainer.colocate = "memory"
+    cfg.trainer.colocate = "time"
     assert found(cfg, [node(4)]) == []
     [problem] = found(cfg, [node(3)])
     assert "asked for 4 GPUs" in problem and "4 for actors and engines together" in problem

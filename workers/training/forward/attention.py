@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
+from dapo.config.rules.model import MASKLESS, OTHER, why_not_packed
 from workers.training.forward.ulysses import gather_heads, scatter_heads
 
 PACKED_ATTENTION = "dapo_packed"
