@@ -1,6 +1,6 @@
 """Computes policy losses and KL penalties per token, and each token's weight in an optimizer step (DAPO Eqs. 8-12). The
-loss of a step is the sum of weight x loss over its tokens (`dapo.objective`). The weights are computed once on the
-driver over the whole step, so that packing, micro-batches and the number of ranks do not change the gradient."""
+loss of a step is the sum of weight x loss over its tokens (`dapo.algorithm.objective`). The weights are computed once
+on the driver over the whole step, so that packing, micro-batches and the number of ranks do not change the gradient."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Starts a run: `python -m dapo.main_ppo [+experiment=NAME] [key=value ...]`.
 
-    command line ─▶ Hydra ─▶ Config, checked ─▶ output directory, claimed ─▶ dapo.run.train
+    command line ─▶ Hydra ─▶ Config, checked ─▶ output directory, claimed ─▶ dapo.driver.run.train
 
 Everything that needs no worker is done before torch and Ray are loaded: help, `--cfg job` and its checks, wrong keys or
 values, a complete run. However a run ends, it prints one message with the reason, and its exit code says what to do.
@@ -19,10 +19,10 @@ from dapo.config.checks import doubts
 from dapo.config.compose import check_shown, checked_overrides, to_config
 from dapo.config.paths import config_dir, output_path
 from dapo.config.schema import Config
-from dapo.faults.limit import TimeLimitReached
-from dapo.faults.signals import caught
-from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
-from dapo.report.watchdog import Watchdog, waiting
+from dapo.ground.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
+from dapo.ground.signals import caught
+from dapo.ground.time_limit import TimeLimitReached
+from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir, left_as_found
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _catch() -> None:
     """Installs signal handlers for the time before and after the run. Python handles Ctrl-C, without a traceback
-    (`dapo.report.uncaught`)."""
+    (`dapo.ground.uncaught`)."""
     for number in caught():
         if number != signal.SIGINT:
             signal.signal(number, _end)
@@ -87,8 +87,8 @@ def _launch(cfg: Config, began: float) -> None:
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
         _check(cfg)
+        from dapo.driver.run import train_until_signal  # loads torch and Ray, which takes seconds
         from dapo.results.summary import concluded
-        from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
         with concluded(run_dir.path, run_dir.check):
             try:
@@ -100,8 +100,8 @@ def _launch(cfg: Config, began: float) -> None:
 def _check(cfg: Config) -> None:
     """Raises ValueError with all problems that can be found without torch, which takes seconds to load. The machine is
     checked first: its failures are not caused by the files."""
-    from dapo.doctor.checks import check_machine
     from dapo.driver.preflight import early_problems
+    from dapo.tools.doctor.checks import check_machine
 
     for line in doubts(cfg):
         warn(line)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import psutil
 
-from dapo.measure.usage import RankUse, resident_bytes
+from dapo.ground.usage import RankUse, resident_bytes
 from dapo.types import Float32Array, Prompt, Request, Response, Score, TrainBatch, TrainSequence
 
 
@@ -81,9 +81,9 @@ class Updated:
     """Result of an update. Made by `workers.training.update`, consumed by the trainer.
 
     metrics: over all ranks and optimizer steps. skipped: mini-batches with a skipped step, because a loss, gradient or
-    log-probability was not finite (`dapo.batch.deal` gives their groups). stop: why the run must stop, if too many were
-    skipped in a row; else empty. The update counts in any case: its weights are a new version. use: resources of the
-    rank that returned this.
+    log-probability was not finite (`dapo.algorithm.batch.deal` gives their groups). stop: why the run must stop, if too
+    many were skipped in a row; else empty. The update counts in any case: its weights are a new version. use: resources
+    of the rank that returned this.
     """
 
     metrics: dict[str, float]
@@ -131,7 +131,7 @@ class ActorPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """The workers of a run, composed in `dapo.fleet.build_pools`.
+    """The workers of a run, composed in `dapo.driver.fleet.build_pools`.
 
     sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.

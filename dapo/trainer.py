@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dapo.batch import build_batch, penalized
+from dapo.algorithm.batch import build_batch, penalized
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.pools import Pools, Updated
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.types import Collected, TrainBatch

@@ -96,7 +96,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
+    """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.algorithm.batch`.
 
     token_ids: [R], with the end-of-text token. rollout_logprobs: [R], natural log, of the sampling policy; NaN without
     `Sampling.logprobs`. text: empty if aborted. finish_reason: of the engine: "stop", "length" (token limit), "abort";
@@ -175,7 +175,7 @@ def unscorable(failure: str) -> Score:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """All n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
-    `dapo.batch`."""
+    `dapo.algorithm.batch`."""
 
     draw: Draw
     responses: tuple[Response, ...]
@@ -231,7 +231,7 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSequence:
-    """One prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
+    """One prompt and response as the actor trains on it. Made by `dapo.algorithm.batch`, consumed by `workers.actor`.
 
     token_ids: [P + R]. token_mask: [R], true at the S response tokens that the policy sampled; None: all, S = R. The
     others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
@@ -257,9 +257,9 @@ class TrainSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """Input of one `actors.update`. Made by `dapo.batch`, consumed by `workers.actor`. version: the policy version that
-    the update starts from. minibatches: each use is one optimizer step. order: the mini-batch of each optimizer step;
-    each appears `actor.ppo_epochs` times."""
+    """Input of one `actors.update`. Made by `dapo.algorithm.batch`, consumed by `workers.actor`. version: the policy
+    version that the update starts from. minibatches: each use is one optimizer step. order: the mini-batch of each
+    optimizer step; each appears `actor.ppo_epochs` times."""
 
     version: int
     minibatches: tuple[tuple[TrainSequence, ...], ...]

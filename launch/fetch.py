@@ -23,7 +23,7 @@ from dapo.config.compose import compose
 from dapo.config.paths import data_parts, resolve_path
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.report.console import end, say
+from dapo.ground.console import end, say
 
 NOT_SAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "original/*")
 

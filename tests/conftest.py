@@ -93,7 +93,7 @@ def runs(ray_cluster: None) -> Iterator["Runs"]:
 def open_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets a test see its own waits alone, and ends without one. Engines that `runs` keeps stay in the middle of theirs
     while their event loop stands still."""
-    from dapo.report import watchdog
+    from dapo.ground import watchdog
 
     own: dict[int, watchdog._Wait] = {}
     monkeypatch.setattr(watchdog, "_open", own)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.batch import penalize_kl, reference_batch
+from dapo.algorithm.batch import penalize_kl, reference_batch
 from dapo.config.algorithm import KL_ESTIMATORS, KLConfig
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty

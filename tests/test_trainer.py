@@ -8,7 +8,7 @@ import pytest
 
 from dapo.data.order import PromptOrder
 from dapo.driver.recovery import run_to_end
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream

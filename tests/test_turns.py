@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from dapo.batch import advantages_of, build_batch, penalize_kl, reference_batch
+from dapo.algorithm.batch import advantages_of, build_batch, penalize_kl, reference_batch
+from dapo.algorithm.objective import Constants, objective, rollout_correction
 from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig
 from dapo.config.schema import Config
-from dapo.objective import Constants, objective, rollout_correction
 from dapo.state.groups import decode_group, encode_group, read_groups, write_groups
 from dapo.types import Group, Mask, VersionSpan
 from tests.support.fakes import make_group

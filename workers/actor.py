@@ -12,14 +12,14 @@ from typing import Any
 import ray
 import torch
 
+from dapo.algorithm.own.loading import Source, load, source_of
+from dapo.config.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
+from dapo.config.node_environment import check_allocator
 from dapo.config.schema import Config
-from dapo.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
-from dapo.faults.points import fault_point
-from dapo.faults.restarts import Restarts
-from dapo.node_environment import check_allocator
-from dapo.own.loading import Source, load, source_of
+from dapo.ground.console import warn
+from dapo.ground.fault_points import fault_point
+from dapo.ground.restarts import Restarts
 from dapo.pools import ActorsLost, BatchRefused, Updated
-from dapo.report.console import warn
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh

@@ -10,8 +10,8 @@ import ray
 
 from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeEngineConfig
-from dapo.faults.restarts import Restarts
-from dapo.report.watchdog import Member, waiting
+from dapo.ground.restarts import Restarts
+from dapo.ground.watchdog import Member, waiting
 from workers.judging.server import FAILURES, PROBE_S, Server
 from workers.remote import RemoteError, wait
 from workers.supervise import Worker, Workers, keep_up

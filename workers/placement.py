@@ -10,11 +10,11 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dapo.config.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus
 from dapo.config.rules.engine import batches, on_device, stages
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus
-from dapo.faults.points import fault_environment
-from dapo.report.watchdog import waiting
+from dapo.ground.fault_points import fault_environment
+from dapo.ground.watchdog import waiting
 from workers.cluster import nodes
 from workers.placing.asked import (
     ENGINES,

@@ -1,4 +1,4 @@
-"""Waits for remote results, always with a deadline and a readable error. The watchdog (`dapo.report.watchdog`) reports
+"""Waits for remote results, always with a deadline and a readable error. The watchdog (`dapo.ground.watchdog`) reports
 long waits."""
 
 import asyncio
@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
-from dapo.report.watchdog import Member, waiting
+from dapo.ground.watchdog import Member, waiting
 
 FAILURE_GRACE_S = 2.0
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dapo.node_environment import sockets_towards
+from dapo.config.node_environment import sockets_towards
 
 
 def serve_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:

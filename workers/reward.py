@@ -13,12 +13,13 @@ from typing import Any
 
 import ray
 
+from dapo.config.derived import response_caps
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardConfig
+from dapo.config.reward_functions import source_functions
 from dapo.config.sampling import SourceConfig
-from dapo.derived import response_caps
-from dapo.measure.usage import Level, resident_bytes
-from dapo.report.watchdog import Member
-from dapo.rewards.calling.by_entry import Own, Specs, source_functions
+from dapo.ground.usage import Level, resident_bytes
+from dapo.ground.watchdog import Member
+from dapo.rewards.calling.by_entry import Own, Specs
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import tail, with_judge
 from dapo.rewards.overlong import overlong_penalty

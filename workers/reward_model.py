@@ -12,7 +12,7 @@ import ray
 
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardModelConfig
-from dapo.report.watchdog import Member
+from dapo.ground.watchdog import Member
 from dapo.types import Prompt, Response
 from workers.remote import RemoteError, wait
 from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dapo.config.derived import gpus_per_engine
 from dapo.config.sampling import RolloutConfig
-from dapo.derived import gpus_per_engine
-from dapo.report.watchdog import waiting
+from dapo.ground.watchdog import waiting
 from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity

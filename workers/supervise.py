@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from dapo.faults.restarts import Restarts
+from dapo.ground.restarts import Restarts
 from workers.remote import RemoteError
 from workers.scoring.verdict import CanaryError
 

@@ -9,7 +9,7 @@ import ray
 
 from dapo.config.reward import LimitsConfig
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.report.watchdog import Member
+from dapo.ground.watchdog import Member
 from dapo.sandbox import client
 from dapo.turns.loading import digest_of, load, runs_programs
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dapo.config.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.config.schema import Config
-from dapo.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.types import Float32Array, TrainSequence
 from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dapo.faults.signals import SIGNALS
-from dapo.report.console import vanish_at_exit
+from dapo.ground.console import vanish_at_exit
+from dapo.ground.signals import SIGNALS
 
 LOOK_S = 0.2  # polling interval: the kernel may deliver a signal to another thread, which does not wake this one
 

@@ -17,8 +17,8 @@ POLICY_LOSSES = ("clip", "gspo", "cispo")
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """A built-in advantage function (`dapo.batch` calls it). text: what a response is compared with. by_group: whether
-    it depends on the response's own group alone."""
+    """A built-in advantage function (`dapo.algorithm.batch` calls it). text: what a response is compared with.
+    by_group: whether it depends on the response's own group alone."""
 
     text: str
     by_group: bool
@@ -52,7 +52,7 @@ class AdvantageConfig:
         "group",
         "what a response is compared with: "
         + "; ".join(f"`{name}`, {each.text}" for name, each in ADVANTAGES.items())
-        + "; or a function of your own (dapo/own/README.md)",
+        + "; or a function of your own (dapo/algorithm/own/README.md)",
         verl="algorithm.adv_estimator",
         trl="multi_objective_aggregation",
     )
@@ -145,7 +145,7 @@ class AlgorithmConfig:
         "clip",
         "`clip`: clip-higher with dual clip (Eqs. 8-10); `gspo`: one ratio per response (arXiv 2507.18071, bounds 3e-4 "
         "and 4e-4); `cispo`: the detached clipped ratio as a weight (arXiv 2506.13585); or a function of your own "
-        "(dapo/own/README.md)",
+        "(dapo/algorithm/own/README.md)",
         verl=f"{ACTOR}.policy_loss.loss_mode",
         trl="importance_sampling_level, loss_type",
     )
@@ -180,7 +180,7 @@ class AlgorithmConfig:
     )
     token_weights: str = own(
         "a function of your own that gives the weights of tokens in place of `loss_agg_mode`, which it is told "
-        "(dapo/own/README.md)",
+        "(dapo/algorithm/own/README.md)",
     )
     entropy_top_share: float = share(
         1.0,

@@ -31,7 +31,7 @@ WHOLE_ENGINE_ARGS = (
 )
 
 TRAIN = "train"
-RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.store.schema`)
+RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.report.store.schema`)
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; a larger value was meant for single tokens
 MAX_GEOMETRIC = 1.1  # a mean difference of 0.1 nats per token; a larger value was meant for single tokens
 
@@ -210,7 +210,7 @@ def _engine_numbers(cfg: Config) -> Iterator[str]:
 def _engine_args(cfg: Config) -> Iterator[str]:
     # `decoding` checks the arguments for speculation.
     yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS)
-    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # float32 never runs on GPUs (`dapo.derived`)
+    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # float32: never on GPUs
     device = "cpu" if cpu else cfg.trainer.device
     yield from batches(cfg, device)
     yield from stages(cfg, device)

@@ -29,7 +29,7 @@ VERL = {  # shell patterns; the first match counts
     "algorithm.kl_ctrl.*": "`algorithm.kl.reward_coeff` stays as it is given; leave it out",
     "algorithm.filter_groups.metric": (
         "a group counts by its accuracies, as with `acc`; for anything else write `filter_groups.function` "
-        "(dapo/own/README.md)"
+        "(dapo/algorithm/own/README.md)"
     ),
     "algorithm.filter_groups.max_inflight_gen_batches": "`data.gen_batch_size` bounds the draws in flight",
     "algorithm.gamma": _NO_CRITIC,

@@ -79,7 +79,7 @@ def one_of(choices: Sequence[str], default: str, text: str, **names: str) -> Any
 
 
 def one_of_or_own(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
-    """Field for one of `choices`, or for a user-defined function in a file (`dapo.own`)."""
+    """Field for one of `choices`, or for a user-defined function in a file (`dapo.algorithm.own`)."""
     return key(
         default,
         text,

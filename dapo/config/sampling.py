@@ -288,7 +288,7 @@ class FilterGroupsConfig:
         verl="algorithm.filter_groups.enable",
     )
     function: str = own(
-        "a function of your own that says what a group is worth, in place of Eq. 11 (dapo/own/README.md)",
+        "a function of your own that says what a group is worth, in place of Eq. 11 (dapo/algorithm/own/README.md)",
     )
     max_num_gen_batches: int = at_least(
         0,

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dapo.algorithm.outcome import ALL_CORRECT, classifier, classify
 from dapo.config.sampling import DataConfig
 from dapo.config.schema import Config
-from dapo.sampling.outcome import ALL_CORRECT, classifier, classify
 from dapo.types import Draw, Group, Prompt
 
 HISTORY_FILE = "history.parquet"

@@ -7,16 +7,16 @@ from pathlib import Path
 from dapo.config.facts.hub import unreachable
 from dapo.config.paths import checked_data, data_parts, not_on_hub
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
+from dapo.config.reward_functions import SECTION, labels, ready_name, section_of, source_functions
 from dapo.config.rules import model
 from dapo.config.schema import Config
 from dapo.data.files import read_chunks
 from dapo.data.sources import held_out_files, train_files
-from dapo.report.redact import redacted
+from dapo.ground.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards import judge
 from dapo.rewards.calling import tried
-from dapo.rewards.calling.by_entry import section_of, source_functions
-from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
+from dapo.rewards.calling.loading import LoadedFunction, load, with_judge
 from dapo.sandbox.confine import python_paths
 from dapo.turns.loading import load as load_rollout
 from dapo.turns.loading import runs_programs
@@ -24,8 +24,8 @@ from dapo.turns.loading import runs_programs
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem: key, value and remedy. trains: as for `validate`."""
-    from dapo.own.check import own_functions  # loads torch, as the schedule does
-    from dapo.schedule import learning_rates
+    from dapo.algorithm.own.check import own_functions  # loads torch, as the schedule does
+    from dapo.algorithm.schedule import learning_rates
 
     problems = [
         *_refusal(lambda: learning_rates(cfg)),

@@ -3,7 +3,7 @@
     make a Session ─▶ run ─▶ done
          ▲             │ ActorsLost: ranks died, hang, or have different states
          └── restart ◀─┘ of all ranks; the new one continues from the newest checkpoint and the journal, without a
-                         batch that has lost the ranks twice (`dapo.faults.refusals`)
+                         batch that has lost the ranks twice (`dapo.driver.refusals`)
 
 Engines and reward workers replace their own processes (`workers.rollout`, `workers.reward`) and stay up meanwhile.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dapo.driver.session import Session
-from dapo.faults.restarts import Restarts
-from dapo.faults.signals import finish
+from dapo.ground.console import say, warn
+from dapo.ground.restarts import Restarts
+from dapo.ground.signals import finish
 from dapo.pools import ActorPool, ActorsLost
-from dapo.report.console import say, warn
 
 
 async def run_to_end(make: Callable[[], Session], actors: ActorPool, max_restarts: int) -> None:

@@ -7,23 +7,23 @@ refused batches aside.
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from dapo.batch import has_signal
+from dapo.algorithm.batch import has_signal
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.evaluate.aside import Evaluations
-from dapo.faults.limit import TimeLimit
-from dapo.faults.losses import unless_lost
-from dapo.faults.points import fault_point
-from dapo.faults.refusals import Refusals
-from dapo.faults.signals import finish
-from dapo.measure.clock import PhaseClock
+from dapo.driver.lost_ranks import unless_lost
+from dapo.driver.refusals import Refusals
+from dapo.evaluate.background import Evaluations
+from dapo.ground.clock import PhaseClock
+from dapo.ground.console import take_repeated
+from dapo.ground.fault_points import fault_point
+from dapo.ground.signals import finish
+from dapo.ground.time_limit import TimeLimit
 from dapo.pools import ActorsLost, BatchRefused, Pools, Updated
-from dapo.replay.batches import Batches, stream_of
-from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.state.batches import Batches, stream_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.saving import Saver
 from dapo.trainer import Around, Trained, Trainer

@@ -24,8 +24,8 @@ from dapo.data.origins import origins
 from dapo.data.sources import held_out_files
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import document, summaries, text
-from dapo.report.console import EXIT_INTERRUPTED, end, say
-from dapo.report.redact import redacted
+from dapo.ground.console import EXIT_INTERRUPTED, end, say
+from dapo.ground.redact import redacted
 
 NO_TRAINING = "data.train_files=[none]"  # required by the configuration, never read here
 JOB = "--job"

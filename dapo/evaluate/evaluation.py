@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from dapo.config.derived import response_caps
 from dapo.config.schema import Config
-from dapo.derived import response_caps
-from dapo.faults.points import fault_point
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
+from dapo.ground.fault_points import fault_point
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, sampling_of, scored_group

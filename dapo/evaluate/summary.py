@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo.evaluate.estimates import Estimate, best_at, majority_at, over_problems, pass_at, sizes
 from dapo.evaluate.evaluation import Answered
-from dapo.report.table import table
+from dapo.ground.table import table
 from dapo.types import Group
 
 

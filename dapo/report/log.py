@@ -1,7 +1,7 @@
-"""Writes what a run reports: `metrics.jsonl`, its sinks, the sample store (`dapo.store`), and the progress line. Each
-call of `log` writes one JSON object to OUTPUT_DIR/metrics.jsonl and the same to every sink. Resuming a run drops what
-lies after the resumed step. A failure of these files never ends a run: lines that cannot be written wait in memory;
-sinks and store lose what falls in between."""
+"""Writes what a run reports: `metrics.jsonl`, its sinks, the sample store (`dapo.report.store`), and the progress line.
+Each call of `log` writes one JSON object to OUTPUT_DIR/metrics.jsonl and the same to every sink. Resuming a run drops
+what lies after the resumed step. A failure of these files never ends a run: lines that cannot be written wait in
+memory; sinks and store lose what falls in between."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dapo.report.console import warn
+from dapo.ground.console import warn
+from dapo.ground.durable import write_text
+from dapo.ground.table import duration, short
+from dapo.ground.watchdog import waiting
 from dapo.report.sinks.sink import Guarded, Sink
-from dapo.report.table import duration, short
-from dapo.report.watchdog import waiting
-from dapo.state.durable import write_text
-from dapo.store.samples import SampleStore
+from dapo.report.store.samples import SampleStore
 from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
@@ -92,7 +92,7 @@ class MetricsLogger:
             self._store.evaluation(step, name, groups)
 
     def event(self, kind: str, message: str) -> None:
-        """Stores an event; kinds: see the table `events` in `dapo.store.schema`."""
+        """Stores an event; kinds: see the table `events` in `dapo.report.store.schema`."""
         if self._store is not None:
             self._store.event(kind, message)
 

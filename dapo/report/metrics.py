@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dapo.algorithm.fate import TRAINED
+from dapo.algorithm.outcome import MIXED, OUTCOMES
 from dapo.report.log import MetricsLogger
-from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import MIXED, OUTCOMES
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000

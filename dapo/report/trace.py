@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from dapo.report.console import warn
+from dapo.ground.console import warn
 
 TRACE = "trace.json"
 

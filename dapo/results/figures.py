@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dapo.evaluate.estimates import Estimate, over_problems
+from dapo.report.store.reader import PHASES
 from dapo.results.runs import Problems, Records, Run, evaluated, known
 from dapo.state.changes import value_of
-from dapo.store.reader import PHASES
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
 # NAME in `perf/restarted_NAME`.

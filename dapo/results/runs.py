@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from dapo.report.console import warn
+from dapo.ground.console import warn
 from dapo.report.log import METRICS, read_metrics
+from dapo.report.store.reader import Reader
+from dapo.report.store.schema import DATABASE, UNNAMED
 from dapo.state.inputs import read_inputs
 from dapo.state.run_dir import CONFIG, HEADER
-from dapo.store.reader import Reader
-from dapo.store.schema import DATABASE, UNNAMED
 
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
 LOSSES = {  # texts of the warnings

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo.report.console import say, warn
+from dapo.ground.console import say, warn
+from dapo.ground.durable import write_text
+from dapo.ground.table import duration
 from dapo.report.log import METRICS
-from dapo.report.table import duration
+from dapo.report.store.reader import PHASES
 from dapo.results.figures import RESTARTED, Accuracy, Difference, Point, Results, results
 from dapo.results.runs import read_run
-from dapo.state.durable import write_text
 from dapo.state.lease import LeaseLost
-from dapo.store.reader import PHASES
 
 SUMMARY, CURVES = "summary.json", "curves.png"
 HELD_OUT, DRAWN = "held-out accuracy", "accuracy of drawn groups"
@@ -55,7 +55,7 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
         warn(f"{folder / SUMMARY} is not written: {type(error).__name__}: {error}")
         return
     try:
-        from dapo.plot import draw  # matplotlib takes a second, and only here
+        from dapo.results.plot import draw  # matplotlib takes a second, and only here
 
         draw({run.name: run.records}, folder / CURVES, "")
     except Exception as error:  # whatever a disk or a library raises

@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 
-from dapo.sampling.fate import DROPPED
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, OUTCOMES, UNSCORABLE
+from dapo.algorithm.fate import DROPPED
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, OUTCOMES, UNSCORABLE
 from dapo.types import Group
 
 FAILED = "failed"  # unscorable because the responses failed

@@ -12,12 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+from dapo.algorithm.fate import TRAINED, Fate
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classifier, classify
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.demand import Forecast, UsableRate
-from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
-from dapo.sampling.fate import Fate
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classifier, classify
+from dapo.sampling.draws import REFUSED, STALE, SURPLUS, BufferState, Draws, State
 from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
@@ -54,7 +54,7 @@ class OversamplingBuffer:
         """max_in_flight: draws. max_draws: limit for one update, 0 = none. on_budget: `fail`, or `train_partial` to
         train on what there is. filter_groups: false keeps every scorable group. total_steps: of the run, generation
         runs no further ahead; 0 = no end. has_signal: whether a mixed group can be trained on. classify:
-        `dapo.sampling.outcome.classify`, or another. on_scored: called with every group, and the policy version at its
+        `dapo.algorithm.outcome.classify`, or another. on_scored: called with every group, and the policy version at its
         start."""
         self._batch, self._max_in_flight = train_batch_size, max_in_flight
         self._classify, self._min_scored = classify, min_scored

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
-from dapo.sampling.fate import DROPPED, Fate
+from dapo.algorithm.fate import DROPPED, TRAINED
 from dapo.types import Group
 
 
@@ -25,7 +25,6 @@ class State(StrEnum):
     TO_RETRY = auto()  # returned to the stream
 
 
-TRAINED = Fate.TRAINED
 SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
 STALE = "stale"  # too old for the next update
 REFUSED = "refused"  # by the actors, and set aside

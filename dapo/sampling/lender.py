@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from dapo.report.console import warn
+from dapo.ground.console import warn
 from dapo.sampling.lending import Lending, Slots
 
 

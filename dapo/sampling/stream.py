@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from dapo.config.sampling import SamplingConfig
 from dapo.data.order import PromptOrder
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.pools import Lender, RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.seeds import response_seed

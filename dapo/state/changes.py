@@ -9,7 +9,7 @@ from typing import Any
 from dapo.config.fields import ITEM, keys
 from dapo.config.names import hint, known_keys
 from dapo.config.schema import Config
-from dapo.report.redact import redacted
+from dapo.ground.redact import redacted
 
 JUDGE = "reward.judge"
 

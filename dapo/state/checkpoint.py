@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dapo.faults.points import fault_point
-from dapo.report.watchdog import waiting
-from dapo.state.durable import remove, sync_directory, write_text
+from dapo.ground.durable import remove, sync_directory, write_text
+from dapo.ground.fault_points import fault_point
+from dapo.ground.watchdog import waiting
 from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
 log = logging.getLogger(__name__)

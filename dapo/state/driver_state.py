@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dapo.ground.durable import NOT_THERE, tried
 from dapo.report.log import evaluated
 from dapo.sampling.draws import BufferState
-from dapo.state.durable import NOT_THERE, tried
 
 DRIVER_STATE = "driver.json"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dapo.report.redact import redacted
+from dapo.ground.redact import redacted
 
 INPUTS = "inputs.json"
 

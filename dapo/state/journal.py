@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried
+from dapo.ground.durable import NOT_THERE, TRIES, sync_directory, tried
 
 JOURNAL = "journal"
 FORMAT = 1  # of frames and their content; other formats are not read

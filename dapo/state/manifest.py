@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
+from dapo.ground.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
 
 log = logging.getLogger(__name__)
 

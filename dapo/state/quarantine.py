@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo.state.durable import write_text
+from dapo.ground.durable import write_text
 from dapo.state.groups import write_groups
 from dapo.state.run_dir import CONFIG
 from dapo.types import Draw, Group

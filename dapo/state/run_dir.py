@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 
 from dapo.config.paths import output_path
 from dapo.config.schema import RESUME
-from dapo.report.redact import redacted
+from dapo.ground.durable import write_text
+from dapo.ground.redact import redacted
 from dapo.state.changes import alters_course, alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
-from dapo.state.durable import write_text
 from dapo.state.inputs import INPUTS, changed_inputs, inputs_text, read_config, read_inputs
 from dapo.state.journal import JOURNAL, Journal, holds_groups
 from dapo.state.lease import LEASE, LOCK, Lease, hold
@@ -85,7 +85,8 @@ class RunDirectory:
         self._write(FINGERPRINT, fingerprint + "\n")
 
     def check_own(self, found: dict[str, str]) -> None:
-        """Raises ValueError if user-defined functions changed (`dapo.own.loading.digests`) and that is not accepted."""
+        """Raises ValueError if user-defined functions changed (`dapo.algorithm.own.loading.digests`), unless that is
+        accepted."""
         before = read_inputs(self._before) if self._before else {}
         for key in (key for key, now in found.items() if before.get(key, now) != now):
             what = f"is another function ({found[key]}) than that of the run in {self.path} ({before[key]})"

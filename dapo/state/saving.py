@@ -15,17 +15,17 @@ from pathlib import Path
 
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder, SavedOrder
-from dapo.faults.limit import TimeLimit
-from dapo.faults.signals import finish
+from dapo.ground.console import warn
+from dapo.ground.durable import free_space
+from dapo.ground.signals import finish
+from dapo.ground.time_limit import TimeLimit
+from dapo.ground.watchdog import waiting
 from dapo.pools import ActorPool, ActorsLost, RewardPool
-from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
-from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.driver_state import DriverState, Due, owes_evaluation
-from dapo.state.durable import free_space
 from dapo.state.groups import note, read_groups, recover, write_groups
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.state.durable import tried, write_text
+from dapo.ground.durable import tried, write_text
 from dapo.types import Group
 
 FILE = "voided.json"

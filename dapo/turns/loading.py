@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo.config.fields import TYPES
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.rewards.calling.loading import load_file, not_imported
+from dapo.ground.user_code import load_file, not_imported
 from dapo.turns.session import Function
 
 READY = ("one_turn", "retry", "tool_use")  # modules of this package

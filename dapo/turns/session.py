@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo.data.template import rendered
 from dapo.data.tokenizer import special_tokens, spelled_out
-from dapo.rewards.calling.loading import describe
+from dapo.ground.user_code import describe
 from dapo.turns.patience import Stopwatch, watch
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
 from dapo.types import Prompt, Sampling

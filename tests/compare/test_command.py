@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.compare import configuration_differences, main
+from dapo.tools.compare import configuration_differences, main
 from tests.support.fakes import make_group
 from tests.support.results.run_files import asked, step_line, store_starts, write_run
 

@@ -9,8 +9,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import checked_path, not_on_hub, output_path, resolve_path
-from dapo.doctor import __main__ as doctor
 from dapo.evaluate import __main__ as evaluate
+from dapo.tools.doctor import __main__ as doctor
 from tests.support.state.claims import claim
 
 JOB = "session_2026-01-01/runtime_resources/working_dir_files/_ray_pkg_0123"
@@ -97,7 +97,7 @@ def test_a_step_is_found_by_its_number(value: str, meant: str, tmp_path: Path, m
     ],
 )
 def test_a_model_whose_tokenizer_cannot_be_read_is_named(path: str, said: str, tmp_path: Path) -> None:
-    from dapo.run import load_data
+    from dapo.driver.run import load_data
 
     folder = shutil.copytree(resolve_path("pkg://dapo.tiny/base"), tmp_path / "model")
     (folder / "tokenizer.json").write_text("{")

@@ -9,13 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from dapo.config.compose import compose
+from dapo.config.derived import response_caps
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_held_out, load_train
-from dapo.derived import response_caps
 
 NO_FILES = "data.train_files=[]"
 OWN_SET = "data.sources=[{name: a, files: [x], val_files: [y]}]"

@@ -10,7 +10,7 @@ from dapo.config.actor import ModelConfig
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.data.tokenizer import load_tokenizer
-from dapo.run import load_data
+from dapo.driver.run import load_data
 
 
 def changed(path: Path, **values: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.replay.batches import BATCHES, SavedStream
+from dapo.state.batches import BATCHES, SavedStream
 from dapo.types import Group
 from tests.support.driver.loops import PROMPTS, cancelled, killed, make_trainer, seen, tiny_config, tokens, whole
 from tests.support.fakes import FakeRollouts

@@ -8,7 +8,7 @@ import pytest
 
 from dapo.driver.recovery import run_to_end
 from dapo.evaluate.evaluation import Evaluation
-from dapo.faults.limit import TimeLimitReached
+from dapo.ground.time_limit import TimeLimitReached
 from dapo.report.log import read_metrics
 from dapo.state.driver_state import DriverState, owes_evaluation
 from tests.support.driver.loops import make_trainer, tiny_config, whole

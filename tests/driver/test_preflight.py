@@ -19,12 +19,12 @@ from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig, RewardFunctionConfig
 from dapo.config.rules.model import why_not_packed
 from dapo.config.schema import Config
-from dapo.doctor.storage import models
-from dapo.doctor.subject import question
 from dapo.driver.preflight import early_problems, preflight
 from dapo.main_ppo import launch
 from dapo.rewards.calling.loading import OWN, OWN_MODEL, load, with_judge
 from dapo.rewards.judge import problems as judge_problems
+from dapo.tools.doctor.storage import models
+from dapo.tools.doctor.subject import question
 
 BASE = "pkg://dapo.tiny/base"
 JUDGE = "{path: judge, kwargs: {url: 'http://127.0.0.1:1/v1', model: m}}"

@@ -9,8 +9,8 @@ import pytest
 
 from dapo.driver.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
-from dapo.replay.batches import Batches
 from dapo.report.log import read_metrics
+from dapo.state.batches import Batches
 from dapo.state.groups import FILE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.driver.loops import make_trainer, tiny_config, tokens, whole

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dapo.driver.recovery import run_to_end
-from dapo.faults import restarts
+from dapo.ground import restarts
 from dapo.pools import ActorsLost
 from dapo.state.saving import SaveFailed
 from tests.support.faulty_pools import lost

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dapo.store.schema import DATABASE
+from dapo.report.store.schema import DATABASE
 from tests.support.outcomes import RUN, last_line, outcome
 from tests.support.runs import Runs
 

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from dapo.report.log import read_metrics
+from dapo.report.store.schema import DATABASE
 from dapo.sampling.lending import Lending
-from dapo.store.schema import DATABASE
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed, break_once
 from tests.support.outcomes import RUN, last_line
 from tests.support.runs import Runs

@@ -15,8 +15,8 @@ import pytest
 from dapo.config.paths import resolve_path
 from dapo.evaluate import __main__ as command
 from dapo.evaluate.evaluation import Answered
-from dapo.faults.signals import caught
-from dapo.report.console import EXIT_INTERRUPTED
+from dapo.ground.console import EXIT_INTERRUPTED
+from dapo.ground.signals import caught
 from tests.support.fakes import make_group
 from tests.support.runs import START_S
 
@@ -109,8 +109,8 @@ def test_a_signal_ends_it_in_order(export, tmp_path, monkeypatch, capsys):
         finally:
             ended.append("Ray")
 
-    monkeypatch.setattr("dapo.run.ray_cluster", cluster)
-    monkeypatch.setattr("dapo.fleet.place", place)
+    monkeypatch.setattr("dapo.driver.run.ray_cluster", cluster)
+    monkeypatch.setattr("dapo.driver.fleet.place", place)
     monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *line_of(export, f"trainer.output_dir={tmp_path / 'out'}")])
     before = {each: signal.getsignal(each) for each in caught()}
     try:
@@ -143,7 +143,7 @@ def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, messa
     def started(cfg):
         raise AssertionError("Ray starts")
 
-    monkeypatch.setattr("dapo.run.ray_cluster", started)
+    monkeypatch.setattr("dapo.driver.run.ray_cluster", started)
     given = line_of(export, *(argument.format(export=export) for argument in arguments))
     monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
     with pytest.raises(SystemExit) as ended:
@@ -153,7 +153,7 @@ def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, messa
 
 
 def test_nothing_is_asked_for_actors(export, monkeypatch):
-    from dapo import fleet, run
+    from dapo.driver import fleet, run
 
     placed = []
 

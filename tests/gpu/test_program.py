@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo.bench.__main__ import main
+from dapo.tools.bench.__main__ import main
 
 pytestmark = [
     pytest.mark.gpu,

@@ -90,9 +90,9 @@ def own_ray() -> Iterator[None]:
 @pytest.mark.timeout(900)
 def test_both_roles_on_one_gpu(own_ray, tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
-    from dapo.bench.__main__ import parse
-    from dapo.bench.sync import measure, to_config
     from dapo.tiny.random_model import make_random_model
+    from dapo.tools.bench.__main__ import parse
+    from dapo.tools.bench.sync import measure, to_config
 
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
     options = parse(["sync", "--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
@@ -103,8 +103,8 @@ def test_both_roles_on_one_gpu(own_ray, tmp_path):
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_an_engine_that_slept_computes_what_the_actors_do_and_its_memory_was_theirs(own_ray):
-    from dapo.bench.__main__ import parse
-    from dapo.bench.cycle import measure, to_config
+    from dapo.tools.bench.__main__ import parse
+    from dapo.tools.bench.cycle import measure, to_config
 
     words = ["cycle", "--bucket-mib", "1", "--tokens", "512", "rollout.vllm.enforce_eager=true"]
     cfg = to_config(parse(words), resolve_path("pkg://dapo.tiny/base"))

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dapo.config.compose import compose
-from dapo.derived import gpus_per_engine
+from dapo.config.derived import gpus_per_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch/kubernetes"

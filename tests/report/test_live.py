@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dapo.report import console
-from dapo.report.progress import live_line, terminal_console
+from dapo.driver.progress import live_line, terminal_console
+from dapo.ground import console
 
 CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]")
 WIDTH = 60

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from dapo.batch import build_batch
+from dapo.algorithm.batch import build_batch
+from dapo.algorithm.outcome import classify
 from dapo.config.schema import Config
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.outcome import classify
 from dapo.types import Collected, Cut, Group, Score, VersionSpan
 from tests.support.fakes import make_group, make_response
 from tests.support.report.reference import undocumented

@@ -29,21 +29,34 @@ ROLES = (
     "workers.weight_sync",
 )
 PARTS = tuple(f"workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
-TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
-ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and who may ask it
+# The rooms of dapo/, from the ground up: a room imports rooms of lower floors only.
+FLOORS = (
+    ("types", "config", "ground", "answers", "advantage", "tiny", "smollm2"),
+    ("loss", "pools", "sandbox"),
+    ("algorithm",),
+    ("data", "report"),
+    ("rewards", "sampling", "turns"),
+    ("trainer", "state", "evaluate"),
+    ("driver", "results"),
+    ("tools",),
+    ("main_ppo",),
+)
+ASKS = (("dapo.main_ppo", "doctor"), ("dapo.tools.doctor", "plan"))  # a tool asked by something else
+COMPOSED = ("dapo.driver.run", "dapo.driver.fleet", "dapo.tools.bench", "dapo.tools.doctor.nodes")
+FLOOR = {f"dapo.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
-    "dapo.objective",
-    "dapo.batch",
-    "dapo.schedule",
-    "dapo.own.calls",
-    "dapo.own.check",
-    "dapo.own.soft_gate",
+    "dapo.algorithm.objective",
+    "dapo.algorithm.batch",
+    "dapo.algorithm.schedule",
+    "dapo.algorithm.own.calls",
+    "dapo.algorithm.own.check",
+    "dapo.algorithm.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",
-    "dapo.doctor.network",
-    "dapo.doctor.software",
+    "dapo.tools.doctor.network",
+    "dapo.tools.doctor.software",
 )
 COMPUTE = {"ray", "vllm", "workers"}
 HEAVY = {"torch", "transformers", "datasets", *COMPUTE}
@@ -55,6 +68,14 @@ def module_name(path: Path, root: Path = ROOT) -> str:
 
 def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2]) if within(module, "dapo") else ""
+
+
+def tool(module: str) -> str:
+    return module.split(".")[2] if module.startswith("dapo.tools.") else ""
 
 
 def imports_of(source: str) -> set[str]:
@@ -73,20 +94,23 @@ def violations(name: str, source: str) -> list[str]:
     imported = imports_of(source)
     ours = {module for module in imported if within(module, "dapo", "workers")}
     rules = {
-        "the records and the configuration have nothing of ours above them": within(name, "dapo.config", "dapo.types")
-        and {module for module in ours if not within(module, "dapo.config", "dapo.types")} - {"dapo"},
-        "only dapo.run, dapo.fleet, dapo.bench and dapo.doctor.nodes know Ray, vLLM and workers": within(name, "dapo")
-        and not within(name, "dapo.run", "dapo.fleet", "dapo.bench", "dapo.doctor.nodes")
-        and {module for module in imported if within(module, *COMPUTE)},
-        "torch only where tensors are": within(name, "dapo")
-        and not within(name, *TENSORS, "dapo.bench")
-        and {module for module in imported if within(module, "torch")},
+        "nothing runs up": {
+            module
+            for module in ours
+            if (there := room(module)) != room(name) and FLOOR.get(there, -1) >= FLOOR.get(room(name), 99)
+        },
         "nothing imports a tool": {
             module
-            for tool in TOOLS
             for module in ours
-            if within(module, tool) and not within(name, tool) and (tool, name.rpartition(".")[0]) not in ASKS
+            if tool(module) not in ("", tool(name))
+            and not any(within(name, who) and tool(module) == asked for who, asked in ASKS)
         },
+        f"only {', '.join(COMPOSED)} know Ray, vLLM and workers": within(name, "dapo")
+        and not within(name, *COMPOSED)
+        and {module for module in imported if within(module, *COMPUTE)},
+        "torch only where tensors are": within(name, "dapo")
+        and not within(name, *TENSORS, "dapo.tools.bench")
+        and {module for module in imported if within(module, "torch")},
         "roles do not import each other": name in ROLES
         and {module for module in ours if within(module, *ROLES) and not within(module, name)},
         "a part imports neither a role nor another part": within(name, *PARTS)
@@ -96,7 +120,7 @@ def violations(name: str, source: str) -> list[str]:
             if within(module, *ROLES, *(part for part in PARTS if not within(name, part)), "workers.cluster")
         },
         "workers do not know their conductor": within(name, "workers")
-        and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
+        and {module for module in ours if within(module, "dapo.driver", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
         not in (
             *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
@@ -113,7 +137,7 @@ def test_import_direction():
 
 
 def test_imports_inside_functions_and_by_name_are_seen():
-    assert "only dapo.run" in violations("dapo.trainer", "def f():\n    import ray")[0]
+    assert "only dapo.driver.run" in violations("dapo.trainer", "def f():\n    import ray")[0]
     assert "vLLM only in" in violations("workers.actor", "from vllm import AsyncLLM")[0]
 
 
@@ -122,32 +146,39 @@ def modules_in(*folders: str) -> list[str]:
     return [module_name(path) for path in FILES if within(module_name(path), *folders)]
 
 
-COMPOSED = ("dapo.run", "dapo.fleet", "dapo.bench")
 ALGORITHM = [
-    *(m for m in modules_in("dapo") if m.count(".") == 1 and m not in COMPOSED),
-    *modules_in("dapo.driver"),
+    *(m for m in modules_in("dapo") if m.count(".") == 1),
+    *(m for m in modules_in("dapo.algorithm", "dapo.driver") if m not in COMPOSED),
 ]
 # name: modules that are loaded together in a fresh process; what must not come along.
 LOADS = {
-    "config": (modules_in("dapo.config", "dapo.types", "dapo.derived"), HEAVY),
-    "entry": (["dapo.main_ppo"], HEAVY | {"pyarrow", "tensorboard", "dapo.run"}),
-    "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
+    "config": (modules_in("dapo.config", "dapo.types", "dapo.config.derived"), HEAVY),
+    "entry": (["dapo.main_ppo"], HEAVY | {"pyarrow", "tensorboard", "dapo.driver.run"}),
+    "algorithm": (ALGORITHM, COMPUTE | {"dapo.driver.run"}),
     "parts": (
         modules_in(
-            *("dapo.answers", "dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
-            *("dapo.evaluate", "dapo.results", "dapo.replay", "dapo.measure"),
+            *(
+                "dapo.answers",
+                "dapo.data",
+                "dapo.sampling",
+                "dapo.rewards",
+                "dapo.state",
+                "dapo.report",
+                "dapo.report.store",
+            ),
+            *("dapo.evaluate", "dapo.results", "dapo.tools.replay", "dapo.ground"),
         ),
-        HEAVY | {"dapo.run", "tensorboard", "matplotlib"},
+        HEAVY | {"dapo.driver.run", "tensorboard", "matplotlib"},
     ),
-    "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),
-    "simulate": (modules_in("dapo.simulate"), HEAVY | {"dapo.run", "dapo.trainer"}),
-    "compare": (modules_in("dapo.compare"), HEAVY | {"dapo.run", "dapo.trainer", "matplotlib"}),
+    "plan": (modules_in("dapo.tools.plan"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
+    "simulate": (modules_in("dapo.tools.simulate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
+    "compare": (modules_in("dapo.tools.compare"), HEAVY | {"dapo.driver.run", "dapo.trainer", "matplotlib"}),
     "doctor": (
-        [m for m in modules_in("dapo.doctor") if m != "dapo.doctor.nodes"],
-        HEAVY | {"dapo.run", "dapo.trainer"},
+        [m for m in modules_in("dapo.tools.doctor") if m != "dapo.tools.doctor.nodes"],
+        HEAVY | {"dapo.driver.run", "dapo.trainer"},
     ),
-    "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
-    **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
+    "inspect": (modules_in("dapo.tools.inspect"), HEAVY | {"dapo.driver.run", "dapo.trainer", "dapo.config", "numpy"}),
+    **{role: ([role], {"vllm", "dapo.driver.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }
 MODELS = ("workers.reward_model", "workers.actor")
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
@@ -229,7 +260,7 @@ TINY = ["dapo.main_ppo", "+experiment=dapo_tiny"]
         pytest.param(
             ["dapo.main_ppo", "+experiment=dapo_tiny", "trainer.output_dir={run}"], 0, "complete: ", id="complete"
         ),
-        pytest.param(["dapo.plan", "+experiment=dapo_qwen32b"], 0, "GB", id="plan"),
+        pytest.param(["dapo.tools.plan", "+experiment=dapo_qwen32b"], 0, "GB", id="plan"),
     ],
 )
 def test_an_answer_that_needs_no_worker_loads_nothing_heavy(command, code, says, complete_run):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo import compare
-from dapo.ablation import __main__ as ablation
 from dapo.config.compose import compose
-from dapo.inspect import __main__ as inspect
-from dapo.replay import __main__ as replay
-from dapo.simulate import __main__ as simulate
+from dapo.tools import compare
+from dapo.tools.ablation import __main__ as ablation
+from dapo.tools.inspect import __main__ as inspect
+from dapo.tools.replay import __main__ as replay
+from dapo.tools.simulate import __main__ as simulate
 from tests.support.costs import table
 from tests.support.source import tree
 

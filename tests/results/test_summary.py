@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from dapo import plot
-from dapo.compare import main as compare
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import metrics, summaries
+from dapo.report.store.reader import Reader
+from dapo.report.store.schema import UNNAMED
+from dapo.results import plot
 from dapo.results.figures import results
 from dapo.results.runs import read_run
 from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
-from dapo.store.reader import Reader
-from dapo.store.schema import UNNAMED
+from dapo.tools.compare import main as compare
 from dapo.types import Group
 from tests.support.results.run_files import asked, step_line, store_starts, write_run
 from tests.support.store.stored import collected_of

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from dapo.config.reward import JudgeConfig, RewardFunctionConfig
+from dapo.config.reward_functions import READY
 from dapo.rewards import format, overlong
 from dapo.rewards.calling.functions import RewardFunctions
-from dapo.rewards.calling.loading import READY, with_judge
+from dapo.rewards.calling.loading import with_judge
 from dapo.rewards.overlong import overlong_penalty
 
 GOOD = "<think>2 + 2</think>\n<answer>4</answer>"

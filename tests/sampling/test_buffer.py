@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dapo.algorithm.fate import TRAINED, Fate
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.sampling.budget import FAILED, REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.draws import TRAINED
-from dapo.sampling.fate import Fate
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from tests.support.fakes import make_group
 
 NAN = math.nan

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from dapo.algorithm.fate import TRAINED
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.sampling.buffer import DRAW_ORDER
-from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from tests.support.sampling.buffer_world import IN_GENERATION, IN_REWARD, TO_RETRY, World
 from tests.support.sampling.verdicts import Verdict, verdicts
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from dapo.sampling.draws import DROPPED, LOST, REFUSED, STALE, SURPLUS, TRAINED, Draws, State
-from dapo.sampling.outcome import MIXED
+from dapo.algorithm.fate import TRAINED
+from dapo.algorithm.outcome import MIXED
+from dapo.sampling.draws import DROPPED, LOST, REFUSED, STALE, SURPLUS, Draws, State
 from tests.support.fakes import make_group
 
 ENDED = "ended"

@@ -14,9 +14,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from dapo.algorithm.fate import TRAINED
 from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
-from dapo.sampling.draws import DROPPED, LOST, TRAINED, BufferState
+from dapo.sampling.draws import DROPPED, LOST, BufferState
 from dapo.state.driver_state import DriverState
 from dapo.state.groups import FILE
 from dapo.tiny.random_model import make_random_model

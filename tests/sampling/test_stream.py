@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo.data.order import PromptOrder
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.sampling import stream as stream_module
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer

@@ -135,7 +135,7 @@ def test_a_command_that_is_refused_changes_nothing(tmp_path, other):
         run.check_data("aaaa")
 
 
-@pytest.mark.parametrize("refusing", ["dapo.doctor.checks.check_machine", "dapo.run.preflight"])
+@pytest.mark.parametrize("refusing", ["dapo.tools.doctor.checks.check_machine", "dapo.driver.run.preflight"])
 def test_what_the_program_refuses_before_workers_start_changes_nothing(refusing, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise ValueError("no such GPU")
@@ -145,7 +145,7 @@ def test_what_the_program_refuses_before_workers_start_changes_nothing(refusing,
         save(run, 5, 10)
     before = files(tmp_path)
     cfg.checkpoint.resume, cfg.actor.optim.lr = str(run.checkpoints / "step_000005"), 1e-7
-    monkeypatch.setattr("dapo.doctor.checks.check_machine", lambda *_: None)
+    monkeypatch.setattr("dapo.tools.doctor.checks.check_machine", lambda *_: None)
     monkeypatch.setattr(refusing, refuse)
     with pytest.raises(ValueError, match="no such GPU"):
         launch(cfg)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from dapo.measure import clock as clock_module
-from dapo.report import console, watchdog
+from dapo.ground import clock as clock_module
+from dapo.ground import console, watchdog
 from dapo.sampling import stream as traffic_module
 
 

@@ -12,10 +12,10 @@ GROUPS = {
         "tests/end_to_end/test_program.py",
         "tests/end_to_end/test_learning.py",
         "tests/end_to_end/faults/test_budget.py",
-        "tests/replay/test_again.py",
+        "tests/tools/replay/test_again.py",
         "tests/end_to_end/test_lora.py",
         "tests/end_to_end/test_mixture.py",
-        "tests/bench/test_commands.py",
+        "tests/tools/bench/test_commands.py",
     ),
     "the undisturbed run": (
         "tests/end_to_end/faults/test_faults.py",
@@ -43,13 +43,13 @@ GROUPS = {
         "tests/workers/test_actor.py",
         "tests/workers/test_async_saves.py",
         "tests/workers/training/test_scaling.py",
-        "tests/plan/test_measured.py",
+        "tests/tools/plan/test_measured.py",
     ),
 }
 LONGEST = (  # beside the groups
     "tests/workers/engines/test_speculation.py",
     "tests/end_to_end/faults/test_endings.py",
-    "tests/ablation/test_ablation.py",
+    "tests/tools/ablation/test_ablation.py",
 )
 BUSY = (  # keep all cores busy, or must not be kept from one: never side by side
     "tests/rewards/test_code.py",

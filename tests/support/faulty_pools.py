@@ -9,7 +9,7 @@ from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.pools import ActorsLost
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream

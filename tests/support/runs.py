@@ -17,13 +17,14 @@ from typing import Any
 
 import psutil
 
+from dapo.algorithm.fate import TRAINED
 from dapo.config.compose import compose
+from dapo.config.derived import device_of, lent_engines
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.derived import device_of, lent_engines
-from dapo.sampling.draws import DROPPED, TRAINED
+from dapo.report.store.schema import DATABASE
+from dapo.sampling.draws import DROPPED
 from dapo.state.run_dir import claim_output_dir
-from dapo.store.schema import DATABASE
 from tests.support.report.reference import undocumented
 
 STOP_S = 120  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
@@ -61,7 +62,7 @@ def run_program(output_dir: Path, val_file: str, *overrides: str) -> str:
 async def build_rollouts(cfg: Config) -> AsyncIterator[Any]:
     """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
     On a CPU: one placement group per run hands GPUs to engines and actors together."""
-    from dapo.fleet import STOP_GRACE_S, create_rollouts
+    from dapo.driver.fleet import STOP_GRACE_S, create_rollouts
     from workers.engines.arguments import engine_args
     from workers.placement import Placement
 
@@ -144,7 +145,7 @@ class Runs:
 
         beside: called with the engines again and again, until it returns True; the run must not end before.
         """
-        from dapo.run import train
+        from dapo.driver.run import train
 
         async def whole() -> None:
             await self.engines(cfg)

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from dapo.config.facts.model_shape import shape_of
-from dapo.plan.engine import EngineMemory
+from dapo.tools.plan.engine import EngineMemory
 from dapo.types import Request, Response, Sampling
 from tests.support.engines.two import LONG, make_config
 from tests.support.local_actors import local_sync

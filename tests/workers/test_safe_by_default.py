@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dapo.config.compose import compose
-from dapo.report.redact import is_secret
+from dapo.ground.redact import is_secret
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
 

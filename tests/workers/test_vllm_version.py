@@ -11,7 +11,7 @@ from vllm import __version__
 from vllm.config import CacheConfig, SchedulerConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 
-from dapo.plan import engine as planned
+from dapo.tools.plan import engine as planned
 from workers.engines.worker import KNOWN, RolloutWorker
 
 

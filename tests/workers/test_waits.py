@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from dapo.config.sampling import RolloutConfig
 from dapo.config.schema import Config
+from dapo.ground.watchdog import Member, Watchdog
 from dapo.pools import ActorsLost
-from dapo.report.watchdog import Member, Watchdog
 from tests.support.faulty_pools import turns
 from workers.actor import ActorPool, ActorWorker
 from workers.engines.life import Pulse

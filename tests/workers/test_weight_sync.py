@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from dapo.config.derived import resolve_transport
 from dapo.config.schema import Config
-from dapo.derived import resolve_transport
 from dapo.types import TrainSequence
 from tests.support.weights.recorder import BUCKETS, STEP_S, Recorder, in_loop, loads
 from workers.remote import RemoteError

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from dapo.config.derived import gpus_per_engine, shares_gpus
 from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, shares_gpus
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:

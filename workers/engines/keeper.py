@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
-from dapo.report.watchdog import waiting
+from dapo.ground.watchdog import waiting
 from workers.engines.load import engine_metrics
 from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, wait_for_all

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from dapo.measure.usage import Level, resident_bytes
+from dapo.ground.usage import Level, resident_bytes
 
 RECENT_S = 5.0  # averaging window of an engine's current speed
 

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from dapo.config.sampling import RolloutConfig
-from dapo.faults.restarts import Restarts
-from dapo.report.watchdog import Member
+from dapo.ground.restarts import Restarts
+from dapo.ground.watchdog import Member
 from workers.capacity import EngineSize
 from workers.engines.load import Follower
 from workers.engines.worker import RolloutWorker

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dapo.config.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus
 
 RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
 CPUS_COLOCATED = 2  # CPUs per GPU that a rank and an engine share: one for each process

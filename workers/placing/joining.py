@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ray.autoscaler.sdk import request_resources
 
-from dapo.report.watchdog import waiting
+from dapo.ground.watchdog import waiting
 from workers.placing.asked import Pool
 from workers.placing.fit import Node, problems, shapes
 

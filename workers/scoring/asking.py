@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from dapo.report.watchdog import waiting
+from dapo.ground.watchdog import waiting
 from dapo.rewards.calling.fork_server import Item
 from dapo.types import Prompt, Response
 from workers.remote import RemoteError

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from dapo.report.watchdog import waiting
+from dapo.ground.watchdog import waiting
 from workers.scoring.verdict import CanaryError
 from workers.supervise import Worker, Workers
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.reward import LimitsConfig
-from dapo.report.redact import redacted
+from dapo.ground.redact import redacted
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 
 START_S = 120.0  # for importing the reward functions

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.algorithm.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_shape
-from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import TrainBatch, TrainSequence
 
 MicroBatches = tuple[tuple[TrainSequence, ...], ...]
@@ -27,8 +27,8 @@ def split_batch(
     equal_at: int = ATTENTION_EQUALS_REST_TOKENS,
     share_prompts: bool = True,
 ) -> list[RankWork]:
-    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`). Raises ValueError for a
-    sequence longer than `max_tokens`, the bound on a micro-batch."""
+    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.algorithm.packing`). Raises
+    ValueError for a sequence longer than `max_tokens`, the bound on a micro-batch."""
     packed = [
         split_sequences(sequences, num_ranks, max_tokens, equal_at, share_prompts)[0] for sequences in batch.minibatches
     ]

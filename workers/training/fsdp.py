@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dapo.config.derived import shares_gpus
 from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
-from dapo.derived import shares_gpus
 from workers.training.files.loading import load_buffers, load_parameters, meta_model, settle_frequencies
 from workers.training.files.naming import FileNames
 from workers.training.forward.attention import why_unpackable

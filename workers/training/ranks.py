@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
+from dapo.ground.watchdog import Member
 from dapo.pools import ActorsLost
-from dapo.report.watchdog import Member
 from workers.remote import FAILURE_GRACE_S, RemoteError, wait
 from workers.training.collective_errors import Unanimous
 from workers.training.processes import RankProcess, end_all

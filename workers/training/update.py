@@ -1,7 +1,7 @@
 """Runs one update of the policy on one FSDP rank: mini-batches of packed sequences in, metrics over all ranks out.
 
-Each pass over a mini-batch is one optimizer step on the objective (`dapo.objective`). All ranks decide alike, because
-every decision uses totals that all of them have gathered.
+Each pass over a mini-batch is one optimizer step on the objective (`dapo.algorithm.objective`). All ranks decide alike,
+because every decision uses totals that all of them have gathered.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dapo.algorithm.objective import Constants, Correction, objective, rollout_correction
+from dapo.algorithm.own.loading import OwnFunction
+from dapo.algorithm.schedule import learning_rates
+from dapo.config.derived import shares_prompts
 from dapo.config.schema import Config
-from dapo.derived import shares_prompts
-from dapo.faults.points import fault_point
-from dapo.objective import Constants, Correction, objective, rollout_correction
-from dapo.own.loading import OwnFunction
+from dapo.ground.fault_points import fault_point
 from dapo.pools import Updated
-from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
 from workers.training.collective_errors import Unanimous
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo.algorithm.objective import Correction, Objective
 from dapo.config.devices import peak_flops
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.schema import Config
-from dapo.measure.usage import RankUse, resident_bytes
-from dapo.objective import Correction, Objective
+from dapo.ground.usage import RankUse, resident_bytes
 from dapo.types import TrainBatch
 from workers.training.collective_errors import Unanimous
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.schema import Config
-from dapo.report.redact import redacted
+from dapo.ground.redact import redacted
 from dapo.report.sinks import ml_flow, prometheus, weights_and_biases
 from dapo.report.sinks.events import TensorBoard
 from dapo.report.sinks.ml_flow import MLflow

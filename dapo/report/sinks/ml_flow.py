@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo.report.redact import redacted
+from dapo.ground.durable import write_text
+from dapo.ground.redact import redacted
 from dapo.report.sinks.sink import Sink
-from dapo.state.durable import write_text
 
 ID_FILE = "mlflow_id"
 ARGUMENTS = ("tracking_uri", "experiment", "run_name")

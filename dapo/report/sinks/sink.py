@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from dapo.report.console import warn
+from dapo.ground.console import warn
 
 
 class Sink:

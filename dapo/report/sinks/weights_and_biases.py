@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.names import nearest
-from dapo.report.redact import redacted
+from dapo.ground.durable import write_text
+from dapo.ground.redact import redacted
 from dapo.report.sinks.sink import Sink
-from dapo.state.durable import write_text
 
 ID_FILE = "wandb_id"
 OWN = ("dir", "config", "id", "resume", "settings", "reinit")  # arguments that dapo sets

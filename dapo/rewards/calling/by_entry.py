@@ -6,24 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.reward import RewardFunctionConfig
-from dapo.config.sampling import SourceConfig
+from dapo.config.reward_functions import label_of, ready_name, section_of
 from dapo.rewards.calling.functions import RewardFunctions
-from dapo.rewards.calling.loading import Canary, ready_name
+from dapo.rewards.calling.loading import Canary
 
 Specs = Sequence[RewardFunctionConfig]
 Own = Mapping[str, Specs]  # by entry
-
-
-def section_of(entry: str) -> str:
-    return f"data.sources[{entry}].functions"
-
-
-def label_of(entry: str, label: str) -> str:
-    return f"{entry}:{label}" if entry else label
-
-
-def source_functions(sources: Sequence[SourceConfig]) -> dict[str, list[RewardFunctionConfig]]:
-    return {source.name: source.functions for source in sources if source.functions}
 
 
 def as_values(specs: Specs, own: Own) -> dict[str, list[dict[str, Any]]]:

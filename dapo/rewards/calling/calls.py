@@ -14,10 +14,11 @@ from contextvars import ContextVar
 from typing import Any
 
 from dapo.config.reward import RemoteConfig
+from dapo.ground.user_code import describe
 from dapo.rewards.calling.by_entry import FunctionsByEntry
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 from dapo.rewards.calling.functions import RewardFunctionError, error_of
-from dapo.rewards.calling.loading import LoadedFunction, describe
+from dapo.rewards.calling.loading import LoadedFunction
 
 BEAT_S = 1.0  # interval of heartbeats; a function that blocks the event loop stops them
 MAX_ALIKE = 2  # maximum number of `Retry` with `alike`

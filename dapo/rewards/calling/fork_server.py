@@ -25,11 +25,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig, SandboxConfig
+from dapo.ground.user_code import describe
 from dapo.rewards.calling import sandbox
 from dapo.rewards.calling.by_entry import FunctionsByEntry
 from dapo.rewards.calling.frames import EXIT_MEMORY, pack, read_frame
 from dapo.rewards.calling.functions import RewardFunctionError
-from dapo.rewards.calling.loading import Canary, describe, tail
+from dapo.rewards.calling.loading import Canary, tail
 from dapo.sandbox import client, kernel
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.program import SandboxError

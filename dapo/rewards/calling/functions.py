@@ -19,7 +19,9 @@ import numpy as np
 
 from dapo.answers.spelling import printable
 from dapo.config.reward import RewardFunctionConfig
-from dapo.rewards.calling.loading import SECTION, Canary, LoadedFunction, describe, labels, load
+from dapo.config.reward_functions import SECTION, labels
+from dapo.ground.user_code import describe
+from dapo.rewards.calling.loading import Canary, LoadedFunction, load
 from dapo.sandbox.program import SandboxError
 from dapo.types import Score
 

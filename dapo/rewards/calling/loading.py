@@ -10,22 +10,18 @@ import importlib.util
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dapo.config.reward import JudgeConfig, RewardFunctionConfig
-from dapo.report.redact import redacted, without_secrets
+from dapo.config.reward_functions import PACKAGE, READY, SECTION, ready_name
+from dapo.ground.redact import redacted
+from dapo.ground.user_code import describe, load_file, not_imported
 
-READY = ("math", "math_verify", "gsm8k", "code", "format", "overlong", "judge")  # modules of this package
-PACKAGE = "dapo.rewards"
-SECTION = "reward.functions"  # configuration section of the run's functions
 OWN, OWN_MODEL = "own", "judge"  # replace URL and model name of a judge served by the run
-MAX_MESSAGE_CHARS = 200  # of an exception, which may quote the model's text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,38 +93,6 @@ def with_judge(functions: Sequence[RewardFunctionConfig], judge: JudgeConfig) ->
 
 def tail(text: str, reads_last: int | None) -> str:
     return text if reads_last is None else text[max(0, len(text) - reads_last) :]
-
-
-def ready_name(path: str) -> str | None:
-    """Returns `math` for `math` and for `dapo.rewards.math`; None for a user-defined function."""
-    name = path.removeprefix(PACKAGE + ".")
-    return name if name in READY else None
-
-
-def describe(error: BaseException) -> str:
-    """Returns type and shortened message: escaped, because it may quote the model's text; without secrets, because HTTP
-    clients quote headers and URLs with keys."""
-    message = without_secrets(str(error))
-    short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-    return f"{type(error).__name__}: {ascii(short)[1:-1]}"
-
-
-def labels(specs: Sequence[RewardFunctionConfig], section: str = SECTION) -> tuple[str, ...]:
-    """Returns a unique name per function for metrics: a ready one's short name, else the function's name, or
-    module.name if several share it."""
-    names = [ready_name(spec.path) or spec.name for spec in specs]
-    found: list[str] = []
-    for index, (spec, name) in enumerate(zip(specs, names, strict=True)):
-        module = Path(spec.path).stem if spec.path.endswith(".py") else spec.path
-        taken = names.count(name) > 1 or name in READY or name == "reward_model"  # reserved for the worker
-        label = f"{module}.{spec.name}" if taken and ready_name(spec.path) is None else name
-        if label in found:
-            raise ValueError(
-                f"`{section}[{index}]` ({label}) has the name of `{section}[{found.index(label)}]`; "
-                "rename one, or drop it if they are the same"
-            )
-        found.append(label)
-    return tuple(found)
 
 
 def _member(module: ModuleType, spec: RewardFunctionConfig, key: str) -> Callable[..., Any]:
@@ -210,38 +174,3 @@ def _load_module(path: str, key: str) -> ModuleType:
         return importlib.import_module(f"{PACKAGE}.{ready}" if ready else path)
     except (Exception, SystemExit) as error:
         raise ValueError(not_imported(key, path, error, READY)) from error
-
-
-def not_imported(key: str, path: str, error: BaseException, ready: Sequence[str]) -> str:
-    """Returns the error message for a module (file or dotted name) that cannot be imported. ready: suggested names."""
-    remedy = (
-        f"give a Python file (*.py), a dotted module that can be imported on every node, or one of {', '.join(ready)}"
-    )
-    if Path(path).expanduser().is_file():
-        remedy = "correct the file"
-        if isinstance(error, ImportError):
-            remedy = (
-                "the file's folder is not searched for modules, so that none is shadowed: write what it imports into "
-                "the file, or install it as a package, or name its folder in PYTHONPATH, on every node"
-            )
-    return f"`{key}` ({path!r}) cannot be imported ({describe(error)}); {remedy}"
-
-
-def load_file(file: Path, kind: str) -> ModuleType:
-    """Loads a file under a unique module name: it shadows no module, and its folder is not added to the search path.
-    kind: part of the module's name."""
-    name = f"dapo_{kind}_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    return run_module(importlib.util.spec_from_file_location(name, file))
-
-
-def run_module(spec: ModuleSpec | None) -> ModuleType:
-    """Executes and returns a module. If its code raises, the module is removed from `sys.modules` again."""
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # needed by dataclasses and pickle
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module

@@ -16,9 +16,9 @@ import pytest
 import ray
 
 from dapo.config.paths import resolve_path
-from dapo.faults import points as faults
-from dapo.faults.points import ONCE, VARIABLE
-from dapo.report.console import EXIT_RESUMABLE
+from dapo.ground import fault_points as faults
+from dapo.ground.console import EXIT_RESUMABLE
+from dapo.ground.fault_points import ONCE, VARIABLE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.cluster import join_cluster
 from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome

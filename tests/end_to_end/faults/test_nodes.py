@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dapo import fleet, run
 from dapo.config.compose import compose
+from dapo.driver import fleet, run
 from dapo.state.run_dir import claim_output_dir
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.nodes import Node, OnNodes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.faults.points import ONCE, VARIABLE
+from dapo.ground.fault_points import ONCE, VARIABLE
 from dapo.state.saving import SaveFailed
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.cluster import join_cluster

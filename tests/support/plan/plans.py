@@ -2,7 +2,7 @@
 
 import functools
 
-from dapo.plan.__main__ import configuration, known_shape
+from dapo.tools.plan.__main__ import configuration, known_shape
 
 
 @functools.cache

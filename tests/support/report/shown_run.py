@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dapo.algorithm.fate import TRAINED
 from dapo.config.compose import compose
 from dapo.config.schema import LoggingConfig
-from dapo.sampling.draws import TRAINED
-from dapo.store.samples import SampleStore
+from dapo.report.store.samples import SampleStore
 from dapo.types import Group
 from tests.support.fakes import make_group, make_response, make_score
 from tests.support.store.stored import collected_of

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from dapo.config.compose import compose
 from dapo.config.schema import LoggingConfig
+from dapo.report.store.samples import SampleStore
 from dapo.state.run_dir import HEADER
-from dapo.store.samples import SampleStore
 from dapo.types import Group
 from tests.support.fakes import make_group
 from tests.support.store.stored import collected_of

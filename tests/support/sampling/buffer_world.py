@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from dapo.algorithm.fate import TRAINED
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, TRAINED, State
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED
+from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, State
 from dapo.state.driver_state import DriverState
 from dapo.state.groups import note, read_groups, recover, write_groups
 from dapo.state.journal import Journal

@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable
 
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Draw
 from tests.support.fakes import make_prompt
 

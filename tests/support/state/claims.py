@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dapo.state import durable
+from dapo.ground import durable
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory, claim_output_dir
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dapo.algorithm.fate import TRAINED
+from dapo.algorithm.outcome import MIXED
 from dapo.config.schema import LoggingConfig
-from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import MIXED
-from dapo.store.samples import SampleStore
+from dapo.report.store.samples import SampleStore
 from dapo.types import Collected, Group
 from tests.support.fakes import make_group
 

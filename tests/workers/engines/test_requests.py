@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.data.order import PromptOrder
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import DROPPED
 from dapo.sampling.seeds import continued_seed, response_seed

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import workers.trajectories
-from dapo.measure.clock import PhaseClock
+from dapo.ground.clock import PhaseClock
 from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import scored_group
 from dapo.turns.one_turn import rollout as one_turn

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.algorithm.schedule import learning_rates
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
-from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.plain_reference import (
     LENGTHS,

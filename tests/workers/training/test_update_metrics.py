@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dapo.bench.setting import random_batch
 from dapo.config.facts.model_shape import read_shape
-from dapo.measure.usage import RankUse
+from dapo.ground.usage import RankUse
+from dapo.tools.bench.setting import random_batch
 from dapo.types import TrainBatch
 from tests.support.report.reference import undocumented
 from workers.training.update_metrics import begin_use, end_use, model_flops, rank_metrics

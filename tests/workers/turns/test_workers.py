@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.fleet import create_functions, start_functions
+from dapo.driver.fleet import create_functions, start_functions
 from dapo.turns.protocol import Ask, Generated, Queued, Step, Trajectory
 from dapo.types import Sampling
 from tests.support.fakes import make_prompt

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dapo.packing import worth_sharing
+from dapo.algorithm.packing import worth_sharing
 from dapo.types import TrainSequence
 from workers.training.forward.attention import Segments, SharedPrompts
 from workers.training.forward.logprobs import token_logprobs

@@ -1,0 +1,1 @@
+"""Groups in, training batches and the objective out."""

@@ -1,1 +1,0 @@
-"""Fault handling: lost actors, refused batches, signals, a time limit; and fault injection for tests."""

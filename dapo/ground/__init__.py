@@ -1,0 +1,1 @@
+"""What every part may use: console, watchdog, files, clock, signals. Imports nothing of ours."""

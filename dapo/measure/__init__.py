@@ -1,1 +1,0 @@
-"""Measurement of time, memory and utilization, for metrics and limits."""

@@ -1,0 +1,177 @@
+"""Measures time-shared engines and actors on the same GPUs (`trainer.colocate=time`): one row per model.
+
+A cycle is a training step without generation: the engines sleep, the actors train on random tokens (optional), the
+engines wake their weights, the weight sync runs, the KV cache wakes. Then engine and actors compute the
+log-probabilities of the same few tokens. The weights are random. Output: median seconds of each phase, free GPU memory
+while engines are awake and asleep, and its range over the cycles.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dapo.config.derived import device_of
+from dapo.config.facts.model_shape import read_shape
+from dapo.config.schema import Config
+from dapo.driver.fleet import STOP_GRACE_S
+from dapo.tools.bench.setting import (
+    LEARNT_NOTHING,
+    TIMEOUT_S,
+    VOCABULARY,
+    Recording,
+    cluster,
+    of_models,
+    one_device_config,
+    random_batch,
+)
+from workers.actor import ActorPool
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
+from workers.remote import wait
+from workers.rollout import RolloutPool
+from workers.weight_sync import WeightSync
+
+GIB = 1 << 30
+PHASES = ("sleep", "update", "wake weights", "transfer", "wake KV")
+NAMES = (
+    *("model", *(f"{name} s" for name in (*PHASES, "cycle"))),
+    *("free awake GiB", "free asleep GiB", "its range", "largest difference"),
+)
+WARM_UP = 1  # cycles: the first one connects both ends
+
+Row = dict[str, float]
+
+
+class TimedEngines(Recording):
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self.seconds: dict[str, float] = {}
+
+    async def start_update(self, *given: Any) -> None:
+        await self._timed("wake weights", self._pool.start_update(*given))
+
+    async def finish_update(self, *given: Any) -> None:
+        await self._timed("wake KV", self._pool.finish_update(*given))
+
+    async def _timed(self, phase: str, work: Any) -> None:
+        began = time.monotonic()
+        await work
+        self.seconds[phase] = time.monotonic() - began
+
+
+def to_config(given: argparse.Namespace, path: str) -> Config:
+    """Returns the configuration of one time-shared rank and engine. Raises ValueError for overrides that do not fit."""
+    return one_device_config(
+        given,
+        path,
+        *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", *LEARNT_NOTHING),
+        f"weight_sync.bucket_bytes={given.bucket_mib << 20}",
+        "rollout.vllm={max_num_seqs: 64, gpu_memory_utilization: 0.5}",
+        f"actor.max_tokens_per_gpu={max(given.tokens, 4096)}",
+    )
+
+
+def free_bytes(worker: Any) -> int:
+    """Runs on a rank: returns the free bytes of its GPU; 0 on a CPU."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_initialized() else 0
+
+
+async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
+    device = device_of(cfg)
+    with cluster(cfg):
+        placement = Placement(cfg, device)
+        pool, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
+        try:
+            await actors.find()
+            gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
+            await pool.start(cfg.model.path, engine_args(cfg, device), gpus)
+            await pool.sleep()
+            await actors.start()
+            cycle = Cycle(cfg, pool, actors, tokens)
+            rows = []
+            for number in range(1 - WARM_UP, cycles + 1):
+                row = await cycle.run()
+                if number > 0:
+                    rows.append(row)
+                    print(f"cycle {number}: {shown(row)}", flush=True)
+            return rows
+        finally:
+            actors.close()
+            await pool.stop(STOP_GRACE_S)
+
+
+class Cycle:
+    """Runs cycles. tokens: trained on in each cycle; 0: no update."""
+
+    def __init__(self, cfg: Config, pool: RolloutPool, actors: ActorPool, tokens: int) -> None:
+        self._cfg, self._pool, self._actors, self._tokens = cfg, pool, actors, tokens
+        self._engines: Any = TimedEngines(pool)
+        self._sync = WeightSync(actors, self._engines, cfg)
+        self._version = 0
+        vocabulary, prompt = min(VOCABULARY, read_shape(cfg.model.path).vocab_size), max(1, tokens // 8)
+        lengths = [(prompt, max(1, tokens - prompt))]
+        self._batch = random_batch(lengths, vocabulary, np.random.default_rng(0))
+
+    async def run(self) -> Row:
+        began = time.monotonic()
+        await self._pool.sleep()
+        asleep = time.monotonic()
+        free_asleep = await self._free()
+        updating = time.monotonic()
+        if self._tokens:
+            await self._actors.update(replace(self._batch, version=self._version))
+        self._version += 1
+        updated = time.monotonic()
+        await self._sync(self._version)
+        ended = time.monotonic()
+        row = {"sleep": asleep - began, "update": updated - updating, "cycle": ended - began - (updating - asleep)}
+        row |= self._engines.seconds
+        row["transfer"] = ended - updated - row["wake weights"] - row["wake KV"]
+        return row | {"free asleep": free_asleep, "free awake": await self._free(), "difference": await self._parity()}
+
+    async def _free(self) -> float:
+        [rank] = self._actors._ranks.workers
+        return float((await wait([rank.__ray_call__.remote(free_bytes)], TIMEOUT_S, "actor rank 0", "its memory"))[0])
+
+    async def _parity(self) -> float:
+        """Returns the largest mean log-probability difference over all engines, as `workers.weight_sync` checks it."""
+        slots = self._pool.keeper.slots
+        for slot in slots:
+            slot.proven = False
+        canaries = await self._pool.canaries([slot.number for slot in slots])
+        actors = await self._actors.policy_logprobs(canaries)
+        pairs = zip(actors, canaries, strict=True)
+        return max(float(np.abs(a - canary.rollout_logprobs).mean()) for a, canary in pairs)
+
+
+def shown(row: Row) -> str:
+    seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
+    return f"{seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB  difference {row['difference']:.1e}"
+
+
+def report(model: str, rows: Sequence[Row]) -> list[str]:
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    asleep = [row["free asleep"] for row in rows]
+    return [
+        model,
+        *(f"{median[name]:.2f}" for name in (*PHASES, "cycle")),
+        *(f"{median[name] / GIB:.2f}" for name in ("free awake", "free asleep")),
+        f"{(max(asleep) - min(asleep)) / max(*asleep, 1):.2%}",
+        f"{max(row['difference'] for row in rows):.1e}",
+    ]
+
+
+def run(given: argparse.Namespace) -> None:
+    title = f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens"
+    of_models(given, to_config, lambda cfg, model: rows_of(cfg, model, given), NAMES, title)
+
+
+async def rows_of(cfg: Config, model: str, given: argparse.Namespace) -> list[list[str]]:
+    print(model, flush=True)
+    return [report(model, await measure(cfg, given.cycles, given.tokens))]

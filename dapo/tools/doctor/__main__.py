@@ -1,0 +1,106 @@
+"""Checks a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run]`.
+
+    command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
+
+Give the same arguments as to the run: each check then uses its model, data, directories and sizes. `plan.*` sets the
+planner's assumptions. If `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on each of its nodes,
+else here, and no Ray is started. No files are left behind. Exit status is 0, or 1 with a fault. With `--run`, the
+process becomes the run if there is no fault, for launchers that take a single command.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dapo.config.checks import doubts
+from dapo.config.compose import compose
+from dapo.config.paths import output_path
+from dapo.ground.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
+from dapo.tools.doctor.checks import CHECKS, Outcome, diagnose
+from dapo.tools.doctor.machines import ThisMachine
+from dapo.tools.doctor.subject import FAULT, WARNING, Subject, fault, ok, warning
+
+JSON, RUN = "--json", "--run"
+WIDTH = max(len(check.name) for check in CHECKS)
+
+
+def line(outcome: Outcome) -> str:
+    """Returns the printed line of one check, without control characters from file names or texts."""
+    found = outcome.finding
+    text = f"{found.found}; {found.remedy}" if found.remedy else found.found
+    shown = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    return f"{found.level:<8} {outcome.name:<{WIDTH}} {shown}"
+
+
+def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    levels = [outcome.finding.level for outcome in outcomes]
+    checks = [
+        {
+            "name": outcome.name,
+            **asdict(outcome.finding),
+            "seconds": round(outcome.seconds, 3),
+            "nodes": {name: asdict(finding) for name, finding in outcome.nodes.items()},
+        }
+        for outcome in outcomes
+    ]
+    return {"faults": levels.count(FAULT), "warnings": levels.count(WARNING), "checks": checks}
+
+
+def main() -> None:
+    arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN)]
+    if {"-h", "--help"} & set(arguments):
+        say(__doc__)
+        return
+    show = JSON not in sys.argv[1:]
+    outcomes: list[Outcome] = []
+    try:
+        for outcome in _look(arguments):
+            outcomes.append(outcome)
+            if show:
+                say(line(outcome))
+    except KeyboardInterrupt:
+        end("interrupted", EXIT_INTERRUPTED)
+    if not show:
+        say(json.dumps(document(outcomes), indent=1))
+    if count := sum(outcome.finding.level == FAULT for outcome in outcomes):
+        end(f"{count} {'fault' if count == 1 else 'faults'}", EXIT_FAILED)
+    if RUN in sys.argv[1:]:
+        os.execv(sys.executable, [sys.executable, "-m", "dapo.main_ppo", *arguments])
+
+
+def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
+    try:
+        subject = Subject(compose(arguments, plan=True))
+        output_path(subject.cfg.trainer.output_dir)
+    except ValueError as error:
+        yield Outcome("configuration", fault(str(error), ""), 0.0)
+        return
+    said = "; ".join(doubts(subject.cfg))
+    found = warning(said, "") if said else ok(f"output directory {subject.cfg.trainer.output_dir}")
+    yield Outcome("configuration", found, 0.0)
+    if not subject.address:
+        yield from diagnose(subject, ThisMachine())
+        return
+    from dapo.tools.doctor.nodes import RayNodes  # imports Ray
+
+    try:
+        nodes = RayNodes(subject.address)
+    except (OSError, ValueError, RuntimeError) as error:
+        found = fault(
+            f"no cluster at {subject.address} (`trainer.ray_address`, RAY_ADDRESS): {error}",
+            "start it, give the head's HOST:PORT and the token it was started with, or `trainer.ray_address=local`",
+        )
+        yield Outcome("Ray", found, 0.0)
+        return
+    try:
+        yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0)
+        yield from diagnose(subject, nodes)
+    finally:
+        nodes.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it. It reads the
+sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
+
+import argparse
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.algorithm.fate import DROPPED
+from dapo.ground.console import warn
+from dapo.report.store.reader import WHERE, Reader
+from dapo.report.store.schema import DATABASE
+from dapo.tools.inspect import findings as rules
+from dapo.tools.inspect import page
+from dapo.tools.inspect.findings import MIN_STEPS, agreements, figures, why, why_slow
+from dapo.tools.inspect.show import around, beginning, block, cell, ending, table
+
+ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
+
+MEASURE = re.compile(r"(pass|maj|best)@\d+")
+SET_ASIDE = "samples.*.sqlite"  # of another version, or damaged
+CLOCK = "%Y-%m-%d %H:%M:%S"
+
+
+def parser() -> argparse.ArgumentParser:
+    program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
+    program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
+    program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
+    program.set_defaults(show=steps, last=20, slowest=False)
+    questions = program.add_subparsers(dest="question", metavar="QUESTION", help="default: steps")
+
+    def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
+        added = questions.add_parser(name, help=what, description=f"Shows {what}.")
+        added.set_defaults(show=show)
+        return added
+
+    one = question("steps", steps, "a line per step: groups, answers, seconds by phase")
+    one.add_argument("--last", type=int, default=20, help="newest steps (20)")
+    one.add_argument("--slowest", action="store_true", help="the slowest of all first, and why")
+    for name, show, what in (
+        ("step", step, "the groups of a step, and why each was trained on or dropped"),
+        ("prompt", prompt, "a prompt, and every visit to it"),
+        ("draw", draw, "the prompt and all answers of one group"),
+    ):
+        question(name, show, what).add_argument("number", type=int)
+    one = question("prompts", prompts, "how often each prompt was drawn, the most drawn first, with its pass rate")
+    one.add_argument("--limit", type=int, default=20, help="prompts (20)")
+    one.add_argument("--least", action="store_true", help="the least drawn first")
+    for kind in WHERE:
+        one = question(kind, answers, f"{kind} answers")
+        one.set_defaults(kind=kind)
+        _bounds(one)
+    one = question("search", search, "answers that hold a text")
+    one.add_argument("text")
+    _bounds(one)
+    question("evaluations", evaluations, "held-out accuracy by step, the best marked")
+    one = question("rewards", rewards, "reward functions, the one that disagrees most with the accuracy first")
+    one.add_argument("--last", type=int, default=50, help="newest steps (50)")
+    question("findings", findings, "what to look at, in figures, and the keys that change it")
+    one = question("events", events, "faults, restarts, saves and resumes, the newest last")
+    one.add_argument("--last", type=int, default=30, help="newest events (30)")
+    return program
+
+
+def _bounds(question: argparse.ArgumentParser) -> None:
+    question.add_argument("--step", type=int, help="of this step; default: of all")
+    question.add_argument("--limit", type=int, default=10, help="answers (10)")
+
+
+def steps(store: Reader, given: argparse.Namespace) -> None:
+    every = store.steps()
+    numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
+    newest = every[max(0, len(every) - given.last) :]
+    rest = (*DROPPED, "accuracy", "length", "truncated")
+    if not given.slowest:
+        rows = [[row[name] for name in (*numbers, *rest)] for row in newest]
+        table(f"{len(every)} steps{_which(every, len(newest))}", (*numbers, *rest), rows, numbers=14)
+        return
+    slowest = sorted(every, key=lambda row: -(row["seconds"] or 0.0))[: given.last]
+    rows = [
+        [*[row[name] for name in numbers], row["longest"], why_slow(row, every, store.warnings(row["step"]))]
+        for row in slowest
+    ]
+    table("slowest steps", (*numbers, "longest", "why"), rows, numbers=8)
+
+
+def _which(every: Sequence[Mapping[str, Any]], newest: int) -> str:
+    return f", {every[-newest]['step']} to {every[-1]['step']} shown" if 0 < newest < len(every) else ""
+
+
+def step(store: Reader, given: argparse.Namespace) -> None:
+    found = store.groups(given.number)
+    if not found:
+        raise ValueError(f"{store.path} has no step {given.number}")
+    names = ("draw", "prompt", "accuracy", "variance", "tokens", "truncated")
+    rows = [[*[row[name] for name in names], why(row), beginning(row["question"])] for row in found]
+    table(f"step {given.number}: {len(found)} groups", (*names, "why", "prompt"), rows, numbers=6)
+
+
+def prompt(store: Reader, given: argparse.Namespace) -> None:
+    found = store.prompt(given.number)
+    if found is None:
+        raise ValueError(
+            f"{store.path} has no prompt {given.number}: it was not drawn, or the number is of another set"
+        )
+    block(f"prompt {given.number}, {found['source']}", found["text"])
+    block("ground truth", found["ground_truth"])
+    names = ("step", "draw", "accuracy", "variance", "tokens", "longest", "truncated", "version")
+    rows = [[*[row[name] for name in names], why(row)] for row in store.visits(given.number)]
+    visits = f"{found['visits']} {'visit' if found['visits'] == 1 else 'visits'}"
+    title = f"{visits}, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
+    table(title, (*names, "why"), rows, numbers=8)
+
+
+def prompts(store: Reader, given: argparse.Namespace) -> None:
+    names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
+    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit, least=given.least)]
+    table("prompts by visits", (*names, "last fate"), rows, numbers=7)
+
+
+def draw(store: Reader, given: argparse.Namespace) -> None:
+    """Prints all answers of a group, the correct ones first."""
+    found = sorted(store.group(given.number), key=lambda row: (-(row["accuracy"] or 0.0), row["sample"]))
+    if not found:
+        raise ValueError(f"{store.path} has no group of draw {given.number}: it went back to the stream, or runs still")
+    first = found[0]
+    block(f"draw {given.number}, step {first['step']}, prompt {first['prompt']}: {first['fate']}", first["question"])
+    block("ground truth", first["ground_truth"])
+    for row in found:
+        verdict = f"accuracy {cell(row['accuracy'])}, reward {cell(row['reward'])}"
+        about = f"{row['tokens']} tokens, {row['finish_reason']}, engine {row['engine']}"
+        read = f", read as {row['prediction']!r}" if row["prediction"] else ""
+        failure = f", {row['failure']}" if row["failure"] else ""
+        block(f"sample {row['sample']}: {verdict}{failure}{read}, {about}", row["text"] or "(not kept)")
+
+
+def answers(store: Reader, given: argparse.Namespace) -> None:
+    found = store.answers(given.kind, given.limit, given.step)
+    there = store.number_of(given.kind, given.step)
+    rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
+    names = (*ANSWER, "group", "truth", "end of the answer")
+    of = "the run" if given.step is None else f"step {given.step}"
+    table(f"{given.kind} answers: {len(found)} of {there} in {of}", names, rows, numbers=len(ANSWER))
+
+
+def _fate(answer: dict[str, Any]) -> str:
+    return f"{answer['fate']}, {answer['failure']}" if answer["failure"] else str(answer["fate"])
+
+
+def search(store: Reader, given: argparse.Namespace) -> None:
+    found = store.search(given.text, given.limit, given.step)
+    rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
+    table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
+    counts = store.unsearched(given.step)
+    reasons = {
+        "missing": "have no text that was kept (`logging.sample_fraction`, `max_text_bytes`, `max_store_bytes`)",
+        "cut": "have only their beginning and their end (`logging.max_text_bytes`)",
+    }
+    if left_out := [
+        f"{counts[name]} of {counts['answers']} {words}" for name, words in reasons.items() if counts[name]
+    ]:
+        block("not all of it was searched", "\n".join(left_out))
+
+
+def evaluations(store: Reader, given: argparse.Namespace) -> None:
+    found = store.metrics("eval/*")
+    for name in (name for name in found if name.rsplit("/", 1)[-1] == "accuracy"):
+        of_set = name.removesuffix("accuracy")
+        shown = [of_set + rest for rest in ("accuracy", "accuracy_low", "accuracy_high")]
+        shown += [other for other in found if MEASURE.fullmatch(other.removeprefix(of_set))]
+        best = max(found[name].values())
+        rows = [
+            [step, *[found.get(each, {}).get(step) for each in shown], "best" if value == best else ""]
+            for step, value in found[name].items()
+        ]
+        names = ("step", *[each.removeprefix(of_set) for each in shown], "")
+        table(f"held-out accuracy{of_set.removeprefix('eval').rstrip('/')}", names, rows, numbers=len(names) - 1)
+    if not found:
+        block("no evaluation", "`eval.every` and `data.val_files` say when a run evaluates, and on what.")
+
+
+def rewards(store: Reader, given: argparse.Namespace) -> None:
+    found, every = agreements(store.rewards(given.last)), store.steps()
+    rows = [
+        [
+            *(one.disagreement, one.pairs, one.mean(True), one.mean(False), one.worst_draw),
+            one.name + (", which says nothing: as much for both of each pair" if one.silent and one.pairs else ""),
+        ]
+        for one in found
+    ]
+    title = (
+        "of pairs of answers to one prompt, one better than the other: the share in which the function gives the worse "
+        f"one more, or as much (counted half){_which(every, min(given.last, len(every)))}"
+    )
+    names = ("disagrees", "pairs", "mean, right", "mean, wrong", "worst draw", "function")
+    table(title, names, rows, numbers=5)
+
+
+def findings(store: Reader, given: argparse.Namespace) -> None:
+    found = rules.findings(figures(store))
+    for look in found:
+        block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
+    if not found:
+        block("nothing that a rule knows", f"Rules need {MIN_STEPS} steps.")
+
+
+def events(store: Reader, given: argparse.Namespace) -> None:
+    rows = [
+        [row["run"], row["step"], time.strftime(CLOCK, time.localtime(row["at"])), row["kind"], row["message"]]
+        for row in store.events(given.last)
+    ]
+    table("events", ("start", "step", "at", "kind", "message"), rows, numbers=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    program = parser()
+    given = program.parse_args(arguments)
+    if given.html is not None and given.question is not None:
+        program.error(f"`--html` shows everything; leave out `{given.question}`")
+    if given.run.is_dir():
+        for other in sorted(given.run.glob(SET_ASIDE)):
+            warn(f"{other} has what was there before the store of this run was begun anew: give it in place of RUN")
+    try:
+        with Reader(given.run) as store:
+            if given.html is not None:
+                print(page.write(store, given.html))
+            else:
+                given.show(store, given)
+    except ValueError as error:
+        sys.exit(f"dapo.inspect: {error}")
+    except sqlite3.Error as error:
+        file = given.run / DATABASE if given.run.is_dir() else given.run
+        sys.exit(
+            f"dapo.inspect: {file} cannot be read ({error}); `sqlite3 {file} .recover | sqlite3 NEW` may save most"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Explains a run in words: why a group was dropped, why a step was slow, how far reward functions agree with accuracy,
+and rules that report problems in figures with the keys to change. Most rules compare the newest steps with the first
+ones (a fifth of the run each)."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dapo.algorithm.fate import DROPPED, Fate
+from dapo.report.store.reader import PHASES, Reader
+
+Row = Mapping[str, Any]
+
+MIN_STEPS = 10  # fewer show no trend
+WINDOW = (3, 20)  # steps at each end, at least and at most
+REWARD_STEPS = 20  # newest, whose answers are compared with the reward functions
+METRICS = (
+    *("actor/entropy", "actor/skipped_steps", "rollout/accuracy", "rollout/truncated", "buffer/*", "reward/failed_*"),
+    *("parity/*mean_abs_logprob_diff", "perf/*_s", "perf/engine/idle", "eval/*accuracy*"),
+)
+AT_LIMIT = ("reward/failed_cpu", "reward/failed_memory")  # verdicts: the answer is wrong
+
+MIN_PAIRS = 100  # of answers, before a reward function is judged
+
+ENTROPY_LEFT = 0.5  # of the entropy at the beginning
+TRUNCATED, TRUNCATED_MORE = 0.05, 0.03  # share of the answers, and by how much it has risen
+WRONG_ORDER = 0.2  # share of pairs that a reward function orders against the accuracy
+MOST = 0.5  # share of the groups that are dropped
+UNSCORED = 0.01  # share of the answers
+PARITY_OF_LIMIT, PARITY_GROWTH = 0.5, 3.0  # share of the bound; times the beginning, from a tenth of the bound on
+IDLE = 0.3  # share of a step
+
+
+def why(group: Row) -> str:
+    """Returns what became of a group, with the figures that explain it."""
+    n, scorable = group["responses"], group["scorable"]
+    fate = next((fate for fate in Fate if fate == group["fate"]), None)
+    if fate is None:
+        return str(group["fate"])
+    without = f" of {n}" if scorable == n else f" of {scorable} that could be scored"
+    right = "" if group["accuracy"] is None else f"{group['accuracy'] * scorable:.4g} right{without}"
+    detail = fate.detail.format(right=right, missing=n - scorable, truncated=group["truncated"], responses=n)
+    return f"{'trained on' if fate is Fate.TRAINED else f'dropped, {fate.words}'}: {detail}"
+
+
+def why_slow(step: Row, steps: Sequence[Row], warnings: Sequence[str]) -> str:
+    """Describes what took longer than in the median step; "" if nothing did. steps: all."""
+    found = []
+    excess = {phase: (step[phase] or 0.0) - _median(steps, phase) for phase in PHASES}
+    phase = max(excess, key=lambda name: excess[name])
+    if excess[phase] > 0.05 * (step["seconds"] or 0.0):
+        waited = "waited for an " if phase == "evaluation" else ""
+        found.append(f"{waited}{phase} {step[phase]:.3g} s (median {_median(steps, phase):.3g} s)")
+    for name, words in (("drawn", "groups drawn"), ("longest", "tokens in the longest answer")):
+        if (step[name] or 0) > 1.2 * _median(steps, name):
+            found.append(f"{step[name]} {words} (median {_median(steps, name):.0f})")
+    return "; ".join([*found, *warnings])
+
+
+def _median(steps: Sequence[Row], name: str) -> float:
+    return statistics.median([step[name] or 0.0 for step in steps])
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How a reward function orders the answers to one prompt, compared with their accuracies. A pair is two answers of
+    a group with different accuracies. wrong: pairs in which the worse answer got more; even: as much. by_draw: (wrong +
+    even / 2) per group with a wrong pair."""
+
+    name: str
+    pairs: int = 0
+    wrong: int = 0
+    even: int = 0
+    values: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})  # by accuracy above 0.5
+    by_draw: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def disagreement(self) -> float:
+        """Share of pairs in the wrong order, ties as half: 0 agrees, 0.5 no information, 1 contradicts; NaN without
+        pairs."""
+        return (self.wrong + self.even / 2) / self.pairs if self.pairs else float("nan")
+
+    @property
+    def silent(self) -> bool:
+        """Whether both answers of every pair get the same reward."""
+        return self.even == self.pairs
+
+    def mean(self, right: bool) -> float:
+        """Returns the mean over the correct, or over the wrong, answers; NaN without one."""
+        values = self.values[right]
+        return statistics.fmean(values) if values else float("nan")
+
+    @property
+    def worst_draw(self) -> int | None:
+        """The group with the most pairs in the wrong order; None if no pair is in the wrong order."""
+        draw = max(self.by_draw, key=lambda index: self.by_draw[index], default=None)
+        return draw if draw is not None and self.wrong else None
+
+    def add(self, draw: int, scored: Sequence[tuple[float, float]]) -> None:
+        for accuracy, value in scored:
+            self.values[accuracy > 0.5].append(value)
+        wrong = even = pairs = 0
+        for (one, given), (other, gave) in itertools.combinations(scored, 2):
+            if one != other:
+                pairs += 1
+                even += given == gave
+                wrong += (one > other) == (given < gave) and given != gave
+        self.pairs, self.wrong, self.even = self.pairs + pairs, self.wrong + wrong, self.even + even
+        if wrong:
+            self.by_draw[draw] = wrong + even / 2
+
+
+def agreements(rewards: Iterable[tuple[int, float | None, Mapping[str, float | None]]]) -> list[Agreement]:
+    """Returns one per reward function, the one that disagrees most first, silent ones last. rewards: (draw, accuracy,
+    reward by function) of each answer, ordered by group."""
+    found: dict[str, Agreement] = {}
+    for draw, answers in itertools.groupby(rewards, key=lambda answer: answer[0]):
+        scored: dict[str, list[tuple[float, float]]] = {}
+        for _, accuracy, parts in answers:
+            for name, value in parts.items():
+                if accuracy is not None and value is not None:
+                    scored.setdefault(name, []).append((accuracy, value))
+        for name, values in scored.items():
+            found.setdefault(name, Agreement(name)).add(draw, values)
+    return sorted(found.values(), key=lambda one: (one.silent, -one.disagreement if one.pairs else 1.0, one.name))
+
+
+class Change(NamedTuple):
+    """A key that may resolve a finding. value: its value in this run; None: not known. how: in words."""
+
+    key: str
+    value: Any
+    how: str
+
+    def __str__(self) -> str:
+        value = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return f"`{self.key}`{'' if self.value is None or len(value) > 40 else f' ({value})'}: {self.how}"
+
+
+class Finding(NamedTuple):
+    """What a rule found, in words with figures. changes: the most likely remedy first. draws: groups that show it."""
+
+    rule: str
+    what: str
+    changes: tuple[Change, ...]
+    draws: tuple[int, ...] = ()
+
+
+class Ends(NamedTuple):
+    """Means of a metric over the first and over the newest steps of a run, and which steps these are."""
+
+    first: float
+    last: float
+    first_steps: str
+    last_steps: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Input of the rules. metrics: by name and step. rewards: of the newest steps. config: nested."""
+
+    metrics: Mapping[str, Mapping[int, float]]
+    rewards: Sequence[Agreement]
+    config: Mapping[str, Any]
+
+    def ends(self, name: str) -> Ends | None:
+        """Returns the first and newest means of a metric; None if it has too few steps."""
+        values = self.metrics.get(name, {})
+        steps = sorted(values)
+        if len(steps) < MIN_STEPS:
+            return None
+        size = max(WINDOW[0], min(WINDOW[1], len(steps) // 5))
+        parts = steps[:size], steps[-size:]
+        first, last = (statistics.fmean(values[step] for step in part) for part in parts)
+        return Ends(first, last, *(f"steps {part[0]} to {part[-1]}" for part in parts))
+
+    def last(self, name: str) -> float:
+        """Returns the mean over the newest steps; 0 if there are too few."""
+        ends = self.ends(name)
+        return 0.0 if ends is None else ends.last
+
+    def value(self, key: str) -> Any:
+        found: Any = self.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def changes(self, *given: tuple[str, str] | tuple[str, str, Any]) -> tuple[Change, ...]:
+        """Returns each (key, how) with its value in this run; skips (key, how, best value) if the value is the best."""
+        pairs = [(self.value(key), key, how, best) for key, how, *best in given]
+        return tuple(Change(key, value, how) for value, key, how, best in pairs if [value] != best)
+
+
+def figures(store: Reader) -> Figures:
+    starts = store.starts()
+    return Figures(
+        metrics=store.metrics(*METRICS),
+        rewards=agreements(store.rewards(REWARD_STEPS)),
+        config=starts[-1]["config"] if starts else {},
+    )
+
+
+def findings(run: Figures) -> list[Finding]:
+    return [found for rule in RULES if (found := rule(run)) is not None]
+
+
+def _skipped(run: Figures) -> Finding | None:
+    skipped = {step: value for step, value in run.metrics.get("actor/skipped_steps", {}).items() if value}
+    if not skipped:
+        return None
+    return Finding(
+        "optimizer steps are skipped",
+        f"{sum(skipped.values()):.0f} optimizer steps were not taken, because a number was not finite; the newest at "
+        f"step {max(skipped)}",
+        run.changes(("actor.optim.lr", "lower it"), ("actor.optim.lr_warmup_steps", "more of them")),
+    )
+
+
+def _held_out(run: Figures) -> Finding | None:
+    for name in sorted(name for name in run.metrics if name.endswith("accuracy")):
+        values, low, high = (run.metrics.get(f"{name}{end}", {}) for end in ("", "_low", "_high"))
+        steps = sorted(set(values) & set(low) & set(high))
+        if not steps:
+            continue
+        best, newest = max(steps, key=lambda step: values[step]), steps[-1]
+        if high[newest] < low[best]:
+            return Finding(
+                "held-out accuracy falls",
+                f"`{name}` is {values[newest]:.3f} ({low[newest]:.3f} to {high[newest]:.3f}) at step {newest}, and was "
+                f"{values[best]:.3f} ({low[best]:.3f} to {high[best]:.3f}) at step {best}",
+                run.changes(
+                    ("checkpoint.resume", f"go back to a checkpoint near step {best}"),
+                    ("actor.optim.lr", "lower it from there"),
+                ),
+            )
+    return None
+
+
+def _entropy(run: Figures) -> Finding | None:
+    ends, accuracy = run.ends("actor/entropy"), run.ends("rollout/accuracy")
+    if ends is None or ends.last >= ENTROPY_LEFT * ends.first:
+        return None
+    meanwhile = f"; accuracy meanwhile {accuracy.first:.3f} to {accuracy.last:.3f}" if accuracy else ""
+    return Finding(
+        "entropy falls",
+        f"entropy fell from {ends.first:.3g} nats ({ends.first_steps}) to {ends.last:.3g} ({ends.last_steps}), "
+        f"{1 - ends.last / ends.first:.0%} less{meanwhile}",
+        run.changes(
+            ("algorithm.clip_ratio_high", "raise it, so that unlikely tokens have room to grow"),
+            ("algorithm.entropy_coeff", "above 0 it rewards entropy"),
+            ("rollout.temperature", "1 or higher"),
+        ),
+    )
+
+
+def _truncation(run: Figures) -> Finding | None:
+    ends = run.ends("rollout/truncated")
+    if ends is None or ends.last < TRUNCATED or ends.last < ends.first + TRUNCATED_MORE:
+        return None
+    return Finding(
+        "truncation rises",
+        f"{ends.last:.1%} of the answers run into the cap ({ends.last_steps}), {ends.first:.1%} at first "
+        f"({ends.first_steps})",
+        run.changes(
+            ("data.max_response_length", "raise it, if longer answers are meant to be"),
+            ("reward.overlong_buffer.enable", "true: length is penalized before the cap", True),
+            ("reward.overlong_buffer.len", "more tokens, so that the penalty begins earlier"),
+            ("reward.overlong_filtering.enable", "true: truncated answers leave the loss", True),
+        ),
+    )
+
+
+def _rewards(run: Figures) -> Finding | None:
+    one = next((one for one in run.rewards if one.pairs >= MIN_PAIRS and one.wrong > WRONG_ORDER * one.pairs), None)
+    if one is None:
+        return None
+    return Finding(
+        "a reward function disagrees",
+        f"`{one.name}` gives the worse answer more in {one.wrong / one.pairs:.0%} of {one.pairs} pairs of answers to "
+        f"one prompt, as much in {one.even / one.pairs:.0%}; mean of right answers {one.mean(True):.3g}, of wrong ones "
+        f"{one.mean(False):.3g}; draw {one.worst_draw} shows it (newest {REWARD_STEPS} steps)",
+        run.changes(("reward.functions", f"lower the weight of `{one.name}`, or correct it")),
+        () if one.worst_draw is None else (one.worst_draw,),
+    )
+
+
+def _dropped(run: Figures) -> Finding | None:
+    ends, drawn = run.ends("buffer/drawn"), run.last("buffer/drawn")
+    if ends is None or not drawn:
+        return None
+    shares = {fate: run.last(f"buffer/{fate}") / drawn for fate in DROPPED}
+    filtered = run.value("filter_groups.enable") is not False
+    if filtered:  # what is left over: the only reason that is no outcome of a group's accuracies
+        shares[Fate.OVERLONG] = max(0.0, 1.0 - run.last("buffer/trained") / drawn - sum(shares.values()))
+    if sum(shares.values()) <= MOST:
+        return None
+    parts = ", ".join(f"{share:.0%} {fate.words}" for fate, share in shares.items() if share >= 0.005)
+    most = max(shares, key=lambda fate: shares[fate])
+    return Finding(
+        "many groups teach nothing",
+        f"{sum(shares.values()):.0%} of {drawn:.0f} groups a step are {'dropped' if filtered else 'of one accuracy'} "
+        f"({parts}; {ends.last_steps})",
+        run.changes(
+            (most.key, most.remedy),
+            ("filter_groups.max_staleness", "above 0 surplus groups are kept for the next step")
+            if filtered
+            else ("filter_groups.enable", "true: they are dropped, and others drawn"),
+        ),
+    )
+
+
+def _unscored(run: Figures) -> Finding | None:
+    drawn = run.metrics.get("buffer/drawn", {})
+    groups = sum(drawn.values()) or 1.0
+    shares = {
+        name.removeprefix("reward/failed_"): sum(drawn.get(step, 0.0) * value for step, value in values.items())
+        / groups
+        for name, values in run.metrics.items()
+        if name.startswith("reward/failed_") and name not in AT_LIMIT
+    }
+    if sum(shares.values()) <= UNSCORED:
+        return None
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda each: -each[1]))
+    return Finding(
+        "verdicts are missing",
+        f"{sum(shares.values()):.1%} of all answers have no verdict: {parts}",
+        run.changes(
+            ("reward.limits.wall_s", "longer, where it is timeouts"), ("reward.num_workers", "more, where they wait")
+        ),
+    )
+
+
+def _parity(run: Figures) -> Finding | None:
+    own = "parity/staleness_0/mean_abs_logprob_diff"  # where some tokens are stale, the bound is on the others
+    ends = run.ends(own if own in run.metrics else "parity/mean_abs_logprob_diff")
+    limit = run.value("weight_sync.max_mean_logprob_diff")
+    if ends is None or not limit:
+        return None
+    grown = ends.last > PARITY_GROWTH * ends.first and ends.last > 0.1 * limit
+    if ends.last <= PARITY_OF_LIMIT * limit and not grown:
+        return None
+    return Finding(
+        "actors and engines drift apart",
+        f"mean |difference of log-probabilities| is {ends.last:.2g} nats ({ends.last_steps}), {ends.first:.2g} at "
+        f"first; above {limit:g} batches are set aside",
+        run.changes(
+            ("algorithm.rollout_correction.mode", "truncate: tokens weigh by the ratio of the policies", "truncate"),
+            ("model.dtype", "float32 differs least", "float32"),
+            ("weight_sync.max_mean_logprob_diff", "raise it only if the difference is understood"),
+        ),
+    )
+
+
+def _idle(run: Figures) -> Finding | None:
+    ends, step = run.ends("perf/engine/idle"), run.last("perf/step_s")
+    if ends is None or ends.last <= IDLE:
+        return None
+    others = {name: run.last(f"perf/{name}_s") for name in PHASES if name not in ("generation", "reward")}
+    seconds = ", ".join(f"{name} {value:.3g} s" for name, value in others.items() if value > 0.05 * ends.last * step)
+    return Finding(
+        "engines are idle",
+        f"engines have no request in {ends.last:.0%} of a step of {step:.3g} s ({ends.last_steps}); {seconds}",
+        run.changes(
+            ("trainer.colocate", "none: engines and actors work at once, on GPUs of their own")
+            if run.value("trainer.colocate") == "time"
+            else ("filter_groups.max_staleness", "1 or more: the engines generate while the actors update"),
+            ("actor.num_workers", "more ranks shorten the update"),
+            ("rollout.num_engines", "fewer engines, their GPUs to the actors"),
+        ),
+    )
+
+
+RULES: tuple[Callable[[Figures], Finding | None], ...] = (
+    *(_skipped, _held_out, _entropy, _truncation, _rewards, _dropped, _unscored, _parity, _idle),
+)

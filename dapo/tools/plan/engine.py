@@ -1,0 +1,176 @@
+"""Memory of one vLLM engine: weights, KV cache and sequences.
+
+vLLM takes `gpu_memory_utilization` of the GPU, subtracts weights and the peak of a trial batch, and divides the rest
+into blocks of KV cache. A CPU engine uses a given cache size (`workers.placement`: 1 GiB by default).
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, shares_gpus
+from dapo.config.facts.model_shape import ModelShape
+from dapo.config.plan import PlannedConfig
+from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
+from dapo.tools.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
+from dapo.tools.plan.terms import Term, size, together
+
+# vLLM 0.32: defaults of an embedded engine (usage context ENGINE_CONTEXT).
+MAX_NUM_SEQS = 128
+GPU_MEMORY_UTILIZATION = 0.92
+BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
+VOCABULARY_MULTIPLE = 64  # embedding and head are padded to a multiple of it
+KV_BYTES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
+GIB = 1 << 30
+CACHE = "kv_cache_memory_bytes"  # if given, vLLM ignores `gpu_memory_utilization`
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Memory of one GPU of one engine. Its `dtype` and `kv_cache_dtype` must be known to `dapo.plan`."""
+
+    cfg: PlannedConfig
+    shape: ModelShape
+
+    def _arg(self, name: str, default: Any) -> Any:
+        value = self.cfg.rollout.vllm.get(name)
+        return default if value is None else value
+
+    @property
+    def tensor_parallel(self) -> int:
+        return int(self._arg("tensor_parallel_size", 1))
+
+    @property
+    def gpus(self) -> int:
+        return gpus_per_engine(self.cfg.rollout.vllm)
+
+    @property
+    def utilization(self) -> float:
+        return float(self._arg("gpu_memory_utilization", GPU_MEMORY_UTILIZATION))
+
+    @property
+    def window(self) -> int:
+        return int(self._arg("max_model_len", self.cfg.data.max_prompt_length + self.cfg.data.max_response_length))
+
+    @property
+    def max_num_seqs(self) -> int:
+        return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
+
+    @property
+    def admitted(self) -> tuple[str, int]:
+        """Name of the argument that limits the sequences that run at once, and its value."""
+        name = "max_num_active_seqs" if self._arg("max_num_active_seqs", None) else "max_num_seqs"
+        return name, int(self._arg(name, self.max_num_seqs))
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one pass; vLLM refuses a value below `max_num_seqs`."""
+        return int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+
+    @property
+    def block(self) -> int:
+        return int(self._arg("block_size", BLOCK_TOKENS[device_of(self.cfg)]))
+
+    @property
+    def element(self) -> int:
+        return ELEMENT_BYTES[self._arg("dtype", self.cfg.model.dtype)]
+
+    @property
+    def kv_factors(self) -> tuple[int, int, int, int]:
+        """Layers and key-value heads of one GPU, head dimension, bytes of an element."""
+        layers = self.shape.num_layers // int(self._arg("pipeline_parallel_size", 1))
+        heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
+        return layers, heads, self.shape.head_dim, KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * math.prod(self.kv_factors)
+
+    def weights(self) -> Term:
+        """Weights of one GPU: everything is split, and the vocabulary padded."""
+        padding = -self.shape.vocab_size % VOCABULARY_MULTIPLE * self.shape.hidden_size
+        count = self.shape.parameters + padding * (1 if self.shape.tie_word_embeddings else 2)
+        formula = f"{self.element} B x {count:,} / {self.gpus} GPUs"
+        return Term(name=f"weights, {self.cfg.model.dtype}", amount=self.element * count / self.gpus, formula=formula)
+
+    def working(self) -> Term:
+        """Peak of vLLM's trial batch: MLP, residual stream, expert outputs, three copies of all logits."""
+        tokens = self.max_num_batched_tokens
+        mlp = 3 * self.shape.mlp_width // self.tensor_parallel + self.shape.experts_per_token * self.shape.hidden_size
+        layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
+        logits = 3 * 4 * self.max_num_seqs * self.shape.vocab_size
+        formula = (
+            f"{tokens:,} tokens x {self.element} B x ({mlp:,} + 4 x {self.shape.hidden_size:,}) + 3 x 4 B x "
+            f"{self.max_num_seqs} sequences x {self.shape.vocab_size:,} logits"
+        )
+        return Term(name="working memory of a batch", amount=layers + logits, formula=formula)
+
+    def terms(self) -> tuple[Term, ...]:
+        """All memory of one GPU. The KV cache is last: what is left, negative if nothing is."""
+        overhead = Term(
+            name="process overhead, CUDA graphs",
+            amount=self.cfg.plan.engine_overhead_bytes,
+            formula="assumed: plan.engine_overhead_bytes",
+        )
+        used = (self.weights(), self.working(), overhead)
+        if device_of(self.cfg) == "cpu":
+            cache = self._arg(CACHE, float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+            formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"
+        else:
+            left = self.utilization * self.cfg.plan.gpu_memory_bytes - together(used)
+            cache = self._arg(CACHE, left)
+            formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
+            formula = formula if cache is left else f"rollout.vllm.{CACHE}"
+        return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
+
+    @property
+    def taken(self) -> float:
+        return max(0.0, together(self.terms()))
+
+    def within(self, room: float) -> tuple[str, float]:
+        """Returns the key that sets the engine's size, and its largest value for at most `room` bytes."""
+        if (cache := self._arg(CACHE, None)) is not None:
+            return f"rollout.vllm.{CACHE}", int(cache - self.taken + room)
+        return "rollout.vllm.gpu_memory_utilization", int(room / self.cfg.plan.gpu_memory_bytes * 100) / 100
+
+    def asleep(self) -> Term:
+        """What a sleeping engine keeps: its process, kernels and CUDA graphs."""
+        amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
+        return Term(name="engine asleep", amount=amount, formula=formula)
+
+    def on_host(self) -> tuple[Term, ...]:
+        """What sleeping engines keep in a node's memory at vLLM's sleep level 1, to which a run falls back
+        (`workers.engines.keeper`). At level 2 they keep nothing."""
+        if not shares_gpus(self.cfg) or device_of(self.cfg) == "cpu":
+            return ()
+        asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines
+        count, own = min(self.cfg.plan.gpus_per_node, asleep * self.gpus), self.weights().amount
+        formula = f"{size(own)} x {count} GPUs of a node"
+        return (Term(name="copies of weights", amount=count * own, formula=formula),)
+
+    def beyond(self) -> tuple[Term, ...]:
+        """Memory beyond the engine's share while weights are broadcast to it: the receive buffer, and copies of the
+        largest parameter. If weights come from a rank on the same GPU, they count in the rank's memory."""
+        if resolve_transport(self.cfg) != "broadcast":
+            return ()
+        return bucket_term(self.cfg, self.shape, "arriving weights", 1), copies_term(self.cfg, self.shape)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that one engine's cache holds, in whole blocks."""
+        return max(0, int(self.terms()[-1].amount) // (self.kv_bytes_per_token * self.block)) * self.block
+
+    @property
+    def at_full_length(self) -> float:
+        """Number of sequences of `window` tokens that the cache holds."""
+        return self.kv_tokens / (-(-self.window // self.block) * self.block)
+
+    def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
+        """Number of growing sequences that the cache holds; longer ones are present for longer (`workers.capacity`)."""
+        held = sum(r * (prompt + r / 2) for r in responses) / sum(responses)
+        return self.kv_tokens / (held + self.block / 2)
+
+    def running(self, prompt: int, responses: Sequence[int]) -> int:
+        return max(1, min(self.admitted[1], int(self.at_lengths(prompt, responses))))

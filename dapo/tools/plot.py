@@ -1,0 +1,26 @@
+"""`python -m dapo.plot RUN_DIR ... --out FILE`: learning curves of runs as a PNG."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo.results.plot import AXES, draw, load_runs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
+    parser.add_argument("--out", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--against", nargs="+", choices=AXES, default=["step"], help="the x axes (default: step)")
+    parser.add_argument("--title", default="", help="headline of the picture")
+    given = parser.parse_args(arguments)
+    try:
+        draw(load_runs(given.runs), given.out, given.title, given.against)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""A step's objective and the rollout correction: by hand; and what must not change them: order, padding, masked NaN."""
+
+import dataclasses
+import math
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dapo.algorithm.objective import Constants, Objective, objective, rollout_correction
+from dapo.config.algorithm import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    AlgorithmConfig,
+    KLConfig,
+    RolloutCorrectionConfig,
+)
+from dapo.loss import kl_penalty, token_weights
+
+F64 = torch.float64
+STATS = ("trained", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "kl", "entropy")
+
+
+def config(policy_loss: str = "clip", *, kl: float = 0.3, entropy: float = 0.2, estimator: str = "k3"):
+    low, high = (3e-4, 4e-4) if policy_loss == "gspo" else (0.2, 0.28)
+    return AlgorithmConfig(
+        policy_loss=policy_loss,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=3.0,
+        kl=KLConfig(estimator=estimator, loss_coeff=kl),
+        entropy_coeff=entropy,
+    )
+
+
+def tokens(seed: int, lengths: list[int], mode: str = "token-mean") -> tuple[Tensor, Tensor, Constants]:
+    """Random tokens of responses of these lengths, far enough off-policy that every clip acts."""
+    generator = torch.Generator().manual_seed(seed)
+    size = sum(lengths)
+    old, difference, reference, entropy, correction = torch.randn(5, size, dtype=F64, generator=generator)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    weights = token_weights(torch.tensor(lengths), mode, group_sizes=[len(lengths)], max_response_length=10).double()
+    advantages = torch.randn(len(lengths), dtype=F64, generator=generator)
+    constants = Constants(
+        old_logprobs=old - 2.0,
+        ref_logprobs=old - 2.0 + reference,
+        correction=correction.exp(),
+        advantages=advantages[ids],
+        weights=weights[ids],
+        segment_ids=ids,
+    )
+    return old - 2.0 + 0.7 * difference, entropy.abs(), constants
+
+
+def run(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig):
+    """(loss, gradients of logprobs and entropy, the whole result)."""
+    logprobs, entropy = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
+    result = objective(logprobs, entropy, constants, cfg)
+    result.loss.backward()
+    zero = torch.zeros_like(entropy)
+    return result.loss.detach(), logprobs.grad, zero if entropy.grad is None else entropy.grad, result
+
+
+def taken(constants: Constants, index: Tensor) -> Constants:
+    return Constants(**{f.name: getattr(constants, f.name)[index] for f in dataclasses.fields(Constants)})
+
+
+def assert_same(left: Objective, right: Objective, index: Tensor | slice = slice(None)) -> None:
+    """Stats of `left` are those of `right` at `index`."""
+    for name in STATS:
+        torch.testing.assert_close(getattr(left, name), getattr(right, name)[index], atol=1e-12, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_decoupled_ppo_by_hand(mode, estimator):
+    """sum w (c max(-A r, -A clip r), dual clip, + kl - entropy): the correction is on the policy loss alone."""
+    logprobs, entropy, constants = tokens(1, [3, 5, 2, 7], mode)
+    loss, gradient, entropy_gradient, result = run(logprobs, entropy, constants, config(estimator=estimator))
+    expected, slopes, cases = 0.0, [], set()
+    for lp, h, old, ref, c, a, w in zip(
+        logprobs.tolist(),
+        entropy.tolist(),
+        *(getattr(constants, f.name).tolist() for f in dataclasses.fields(Constants)[:-1]),
+        strict=True,
+    ):
+        ratio, d = math.exp(lp - old), ref - lp
+        clipped = min(max(ratio, 0.8), 1.28)
+        surrogate, case = max((-a * ratio, "free"), (-a * clipped, "free" if clipped == ratio else "clipped"))
+        if a < 0 and surrogate > -a * 3.0:
+            surrogate, case = -a * 3.0, "dual"
+        cases.add(case)
+        kl = {"k1": -d, "k2": d * d / 2, "k3": min(10.0, math.exp(d) - d - 1)}[estimator]
+        expected += w * (c * surrogate + 0.3 * kl - 0.2 * h)
+        slopes.append(w * (c * (-a * ratio if case == "free" else 0.0) - 0.3 * d))
+    assert cases == {"free", "clipped", "dual"}
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor(slopes, dtype=F64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropy_gradient, -0.2 * constants.weights)
+    torch.testing.assert_close(result.kl, kl_penalty(logprobs, constants.ref_logprobs, estimator))
+
+
+def uncorrected(old: list, advantages: list, weights: list, ids: list) -> Constants:
+    old, advantages, weights = (torch.tensor(values, dtype=F64) for values in (old, advantages, weights))
+    return Constants(old, None, torch.ones_like(old), advantages, weights, torch.tensor(ids))
+
+
+def test_golden_values_with_a_masked_token():
+    """The golden case of tests/test_loss.py, its sixth token masked: 2 of 5 clipped, 1 in 5 by the dual clip."""
+    old, ids = [-1, -2, math.nan, -1, -1, -3], [0, 0, 0, 1, 1, 1]
+    constants = uncorrected(old, [1, 1, 1, -1, -1, -1], [0.2, 0.2, 0, 0.2, 0.2, 0.2], ids)
+    logprobs = torch.tensor([-0.7, -2.5, -0.5, -0.5, -3.0, 0.0], dtype=F64)
+    loss, _, _, result = run(logprobs, torch.ones(6, dtype=F64), constants, config(kl=0.0, entropy=0.0))
+    assert loss.item() == pytest.approx(0.712438, abs=1e-6)
+    assert result.trained.tolist() == [1, 1, 0, 1, 1, 1]
+    assert result.clipped_high.tolist() == [1, 0, 0, 0, 0, 0] and result.clipped_low.tolist() == [0, 0, 0, 0, 1, 0]
+    assert result.dual_clipped.tolist() == [0, 0, 0, 0, 0, 1]
+    assert result.log_ratio.sum().item() / 5 == pytest.approx(0.26)
+    assert not any(getattr(result, name).requires_grad for name in STATS)
+    assert not result.kl.any()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_cispo_names_the_bound_by_the_ratio(advantage):
+    constants = uncorrected([-2.0] * 3, [advantage] * 3, [1.0] * 3, [0] * 3)
+    result = run(torch.tensor([-1.0, -2.0, -3.0], dtype=F64), torch.ones(3), constants, config("cispo", kl=0.0))[3]
+    assert (result.clipped_high.tolist(), result.clipped_low.tolist()) == ([1, 0, 0], [0, 0, 1])
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@settings(max_examples=settings.default.max_examples // 3)
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_the_order_of_tokens_changes_nothing(policy_loss, seed, lengths, random):
+    logprobs, entropy, constants = tokens(seed, lengths)
+    order = list(range(sum(lengths)))
+    random.shuffle(order)
+    index = torch.tensor(order)
+    straight = run(logprobs, entropy, constants, config(policy_loss))
+    shuffled = run(logprobs[index], entropy[index], taken(constants, index), config(policy_loss))
+    torch.testing.assert_close(shuffled[0], straight[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(shuffled[1], straight[1][index], atol=1e-12, rtol=0)
+    assert_same(shuffled[3], straight[3], index)
+
+
+@pytest.mark.parametrize("held", [3.0, math.nan, -math.inf])
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@pytest.mark.parametrize("segment", ["own", "of-a-trained-response"])
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_masked_tokens_change_nothing_whatever_they_hold(policy_loss, held, segment, seed, lengths, data):
+    """Padding, anywhere: tokens of weight 0, in all tensors at once."""
+    logprobs, entropy, constants = tokens(seed, lengths)
+    size, added = len(logprobs), data.draw(st.integers(1, 4))
+    index = torch.tensor(data.draw(st.permutations(range(size + added))))  # [size, size + added) are the padding
+
+    def pad(values: Tensor, value: float) -> Tensor:
+        return torch.cat([values, values.new_full((added,), value)])[index]
+
+    filled = {
+        f.name: pad(getattr(constants, f.name), held)
+        for f in dataclasses.fields(Constants)
+        if f.name not in ("weights", "segment_ids")
+    }
+    ids = pad(constants.segment_ids, len(lengths) if segment == "own" else 0)
+    padded = Constants(weights=pad(constants.weights, 0.0), segment_ids=ids, **filled)
+    straight = run(logprobs, entropy, constants, config(policy_loss))
+    masked, inside = index >= size, torch.argsort(index)[:size]
+    result = run(pad(logprobs, held), pad(entropy, held), padded, config(policy_loss))
+    torch.testing.assert_close(result[0], straight[0], atol=1e-12, rtol=0)
+    for gradient, expected in zip(result[1:3], straight[1:3], strict=True):
+        torch.testing.assert_close(gradient[inside], expected, atol=1e-12, rtol=0)
+        assert (gradient[masked] == 0).all()
+    assert_same(straight[3], result[3], inside)
+    assert not any(getattr(result[3], name)[masked].any() for name in STATS)
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@pytest.mark.parametrize("lengths", [pytest.param([], id="no-token"), pytest.param([2, 3], id="all-masked")])
+def test_a_rank_without_a_token_to_train_on(policy_loss, lengths):
+    logprobs, entropy, constants = tokens(3, lengths or [1])
+    index = slice(0 if not lengths else None)
+    constants = taken(dataclasses.replace(constants, weights=torch.zeros_like(constants.weights)), index)
+    loss, gradient, _, result = run(logprobs[index], entropy[index], constants, config(policy_loss))
+    assert loss.item() == 0.0 and (gradient == 0).all()
+    assert len(result.trained) == sum(lengths) and not result.trained.any()
+
+
+def by_hand(responses: list[list[float]], cfg: RolloutCorrectionConfig) -> list[tuple[float, float, bool]]:
+    """(ratio, weight, affected) per token, from old - rollout of each response."""
+    expected = []
+    for differences in responses:
+        for difference in differences:
+            levels = {"token": difference, "sequence": sum(differences), "geometric": fmean(differences)}
+            log_ratio = levels[cfg.level]
+            ratio = math.exp(max(-20.0, min(20.0, log_ratio)))
+            above, below = ratio > cfg.upper, ratio < cfg.lower
+            weight, affected = {
+                "none": (1.0, False),
+                "truncate": (min(ratio, cfg.upper), above),
+                "mask": (0.0 if above or below else ratio, above or below),
+            }[cfg.mode]
+            expected.append((ratio, weight, affected))
+    return expected
+
+
+@pytest.mark.parametrize("level", CORRECTION_LEVELS)
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.lists(st.lists(st.floats(-30, 30) | st.floats(-1, 1), min_size=1, max_size=4), max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_equals_loops_by_hand_in_any_order(mode, level, responses, random):
+    cfg = RolloutCorrectionConfig(mode=mode, level=level, lower=0.6, upper=1.7)
+    expected = by_hand(responses, cfg)
+    differences = torch.tensor([d for response in responses for d in response], dtype=F64)
+    ids = torch.tensor([i for i, response in enumerate(responses) for _ in response], dtype=torch.int64)
+    order = list(range(len(ids)))
+    random.shuffle(order)
+    result = rollout_correction(differences[order] - 1.0, torch.full_like(differences, -1.0), ids[order], cfg)
+    torch.testing.assert_close(result.difference, differences[order], atol=1e-12, rtol=0)
+    ratios, weights, affected = zip(*(expected[i] for i in order), strict=True) if order else ((), (), ())
+    torch.testing.assert_close(result.ratio, torch.tensor(ratios, dtype=F64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(result.weights, torch.tensor(weights, dtype=F64), rtol=1e-9, atol=0)
+    assert result.affected.tolist() == list(affected)
+
+
+@pytest.mark.parametrize(("mode", "lower", "upper"), [("truncate", 0.5, 1.0), ("mask", 1.0, 2.0), ("mask", 0.5, 1.0)])
+def test_the_bounds_themselves_are_inside(mode, lower, upper):
+    same = torch.tensor([-1.0, -2.0])
+    result = rollout_correction(
+        same, same, torch.tensor([0, 0]), RolloutCorrectionConfig(mode=mode, lower=lower, upper=upper)
+    )
+    assert result.weights.tolist() == [1.0, 1.0] and not result.affected.any()
+
+
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+@pytest.mark.parametrize("level", CORRECTION_LEVELS)
+def test_no_gradient_flows_through(mode, level):
+    old, rollout = torch.zeros(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    cfg = RolloutCorrectionConfig(mode=mode, level=level)
+    result = rollout_correction(old, rollout, torch.tensor([0, 1, 1]), cfg)
+    assert not any(t.requires_grad for t in (result.difference, result.ratio, result.weights, result.affected))

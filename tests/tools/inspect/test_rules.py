@@ -1,0 +1,135 @@
+"""What there is to look at in a run: each rule fires on the figures that it is about, and on no others."""
+
+from dataclasses import asdict
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.tools.inspect.findings import Agreement, Figures, findings
+
+CONFIG = asdict(compose(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=0.05"]))
+STEPS = 40  # a window is 8 of them
+
+
+def steady(value: float) -> dict[int, float]:
+    return dict.fromkeys(range(1, STEPS + 1), value)
+
+
+def changing(first: float, last: float) -> dict[int, float]:
+    return {step: first if step <= STEPS // 2 else last for step in range(1, STEPS + 1)}
+
+
+SOUND = {
+    "rollout/accuracy": changing(0.2, 0.6),
+    "rollout/truncated": steady(0.1),
+    "actor/entropy": changing(0.5, 0.3),
+    "actor/skipped_steps": steady(0.0),
+    "buffer/drawn": steady(100.0),
+    "buffer/trained": steady(60.0),
+    "buffer/all_correct": steady(20.0),
+    "buffer/all_wrong": steady(19.0),
+    "buffer/unscorable": steady(1.0),
+    "reward/failed_timeout": {3: 0.1},
+    "reward/failed_cpu": steady(0.3),  # verdicts
+    "reward/failed_memory": steady(0.3),
+    "parity/mean_abs_logprob_diff": steady(0.02),
+    "perf/step_s": steady(100.0),
+    "perf/engine/idle": steady(0.25),
+    "perf/update_s": steady(20.0),
+    "eval/accuracy": {0: 0.3, 20: 0.55, 40: 0.5},  # no worse than the intervals allow
+    "eval/accuracy_low": {0: 0.2, 20: 0.45, 40: 0.4},
+    "eval/accuracy_high": {0: 0.4, 20: 0.65, 40: 0.6},
+}
+AGREES = Agreement("math", pairs=500, wrong=60, even=40)
+
+
+def found(metrics: dict[str, dict[int, float]], rewards: list[Agreement], config: dict) -> dict[str, object]:
+    return {look.rule: look for look in findings(Figures(metrics=metrics, rewards=rewards, config=config))}
+
+
+def test_a_sound_run_has_nothing_to_look_at():
+    assert found(SOUND, [AGREES], CONFIG) == {}
+
+
+DRIFT, TEACH, FALL = "actors and engines drift apart", "many groups teach nothing", "held-out accuracy falls"
+FALLEN = {"eval/accuracy": {20: 0.8, 40: 0.5}, "eval/accuracy_low": {20: 0.7, 40: 0.4}}
+FALLEN |= {"eval/accuracy_high": {20: 0.9, 40: 0.6}}
+# The rule that fires; the figures that differ from a sound run; what is said, then the beginning of the first advice.
+RULED = [
+    ("entropy falls", {"actor/entropy": changing(0.5, 0.2)}, "60% less", "`algorithm.clip_ratio_high` (0.28): raise"),
+    (
+        "truncation rises",
+        {"rollout/truncated": changing(0.02, 0.1)},
+        "2.0% at first",
+        "`data.max_response_length` (128)",
+    ),
+    (
+        TEACH,
+        {"buffer/all_correct": steady(50), "buffer/trained": steady(30)},
+        "70% of 100 groups",
+        "`data.train_files`",
+    ),
+    (
+        TEACH,
+        {"buffer/all_wrong": steady(45), "buffer/trained": steady(34)},
+        "45% all wrong",
+        "`rollout.n` (16): the prompts are too hard",
+    ),
+    (TEACH, {"buffer/trained": steady(10)}, "50% overlong", "`data.max_response_length`"),
+    ("verdicts are missing", {"reward/failed_crash": {1: 1.0}}, "2.8% of all", "`reward.limits.wall_s` (10.0)"),
+    (DRIFT, {"parity/mean_abs_logprob_diff": steady(0.03)}, "0.03 nats", "`algorithm.rollout_correction.mode` (none)"),
+    (DRIFT, {"parity/mean_abs_logprob_diff": changing(0.001, 0.006)}, "0.001 at first", "`algorithm"),
+    ("engines are idle", {"perf/engine/idle": steady(0.4)}, "40% of a step", "`filter_groups.max_staleness` (0): 1"),
+    (
+        FALL,
+        FALLEN,
+        "0.800 (0.700 to 0.900) at step 20",
+        "`checkpoint.resume` (auto): go back to a checkpoint near step 20",
+    ),
+    (
+        "optimizer steps are skipped",
+        {"actor/skipped_steps": {7: 2, 9: 1}},
+        "3 optimizer steps",
+        "`actor.optim.lr` (0.0003)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "metrics", "figure", "advice"), RULED)
+def test_each_rule_fires_with_its_figures_and_a_key(rule, metrics, figure, advice):
+    looks = found(SOUND | metrics, [AGREES], CONFIG)
+    assert [*looks] == [rule]
+    assert figure in looks[rule].what
+    assert str(looks[rule].changes[0]).startswith(advice)
+    assert all(change.value is not None for change in looks[rule].changes), "each names a key of the configuration"
+
+
+def test_a_reward_function_that_disagrees_is_named_with_a_group_that_shows_it():
+    against = Agreement("format", pairs=500, wrong=150, even=100, by_draw={7: 3.0, 8: 9.0})
+    few = Agreement("rare", pairs=99, wrong=99, even=0)
+    [look] = found(SOUND, [few, against, AGREES], CONFIG).values()
+    assert "`format` gives the worse answer more in 30% of 500 pairs" in look.what and "as much in 20%" in look.what
+    assert look.draws == (8,) and look.changes[0].key == "reward.functions"
+    assert found(SOUND, [few], CONFIG) == {}
+
+
+def test_missing_verdicts_are_a_share_of_the_answers_where_steps_differ_in_size():
+    """The first step drew 10 groups, and half of their answers have no verdict; the second drew 990."""
+    few = {"buffer/drawn": {1: 10.0, 2: 990.0}, "reward/failed_wall": {1: 0.5}}
+    assert found(few, [], CONFIG) == {}
+    [look] = found(few | {"reward/failed_crash": {2: 0.02}}, [], CONFIG).values()
+    assert look.what == "2.5% of all answers have no verdict: crash 2.0%, wall 0.5%"
+
+
+def test_what_stale_tokens_add_is_no_drift():
+    """The bound is on tokens of the current policy alone."""
+    metrics = SOUND | {"parity/mean_abs_logprob_diff": steady(0.2)}
+    assert found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.02)}, [], CONFIG) == {}
+    assert len(found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.03)}, [], CONFIG)) == 1
+
+
+def test_a_short_run_is_not_judged_by_its_trends():
+    short = {name: {step: value[step] for step in value if step <= 9} for name, value in SOUND.items()}
+    short = {name: value for name, value in short.items() if not name.startswith("reward/failed_")}
+    short |= {"actor/entropy": dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(range(6, 10), 0.0)}
+    assert found(short, [], CONFIG) == {} and found({}, [], CONFIG) == {}
