@@ -16,8 +16,8 @@ from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import RpcError
 
-from dapo.driver.gcs_watch import ASK_S, end_with_raylet, reach
 from dapo.ground.console import warn
+from workers.gcs_watch import ASK_S, end_with_raylet, reach
 from workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
 from workers.placing.fit import Node
 from workers.within import Late, left_behind, within

@@ -27,7 +27,6 @@ from dapo.data.sources import load_held_out, load_train
 from dapo.data.tokenizer import check_rows, load_tokenizer
 from dapo.driver import notes
 from dapo.driver.fleet import build_pools, ray_cluster
-from dapo.driver.gcs_watch import HeadLost, while_reachable
 from dapo.driver.preflight import preflight
 from dapo.driver.progress import Progress
 from dapo.driver.recovery import run_to_end
@@ -46,6 +45,7 @@ from dapo.state.run_dir import RunDirectory
 from dapo.turns.loading import file_of_function
 from dapo.types import HeldOut, Prompt
 from workers.cluster import head
+from workers.gcs_watch import HeadLost, while_reachable
 from workers.rollout import RolloutPool
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dapo.driver import gcs_watch as head
-from dapo.driver.gcs_watch import HeadLost, while_reachable
 from dapo.ground.watchdog import Watchdog
+from workers import gcs_watch as head
+from workers.gcs_watch import HeadLost, while_reachable
 
 GRACE_S = 0.15
 
