@@ -18,7 +18,7 @@ BUILT_IN = {
     "algorithm.policy_loss": ("loss.py", "policy_loss"),
     "algorithm.advantage.function": ("advantage.py", "group_advantages"),
     "algorithm.token_weights": ("loss.py", "token_weights"),
-    "filter_groups.function": ("sampling/outcome.py", "classify"),
+    "filter_groups.function": ("algorithm/outcome.py", "classify"),
 }
 
 
