@@ -131,9 +131,11 @@ async def abort_all(
         for key in keys:
             if home := groups[key].home:
                 homes[home].append(key)
-        calls = [(slot, worker.abort.remote(here)) for (slot, worker), here in homes.items()]
-        # With a lost engine its requests have ended.
-        await asyncio.gather(*[_ended(slot, call, timeout_s, WorkerLost) for slot, call in calls])
+        aborts = [
+            _ended(slot, worker.abort.remote(here), timeout_s, WorkerLost)  # with a lost engine its requests have ended
+            for (slot, worker), here in homes.items()
+        ]
+        await asyncio.gather(*aborts)
         if asyncio.get_running_loop().time() > deadline:
             raise RemoteError(f"the engines did not end {sorted(keys)} within {timeout_s:g} s (`rollout.timeout_s`)")
         await asyncio.sleep(pause)

@@ -22,7 +22,7 @@ from dapo.config.schema import Config
 from dapo.ground.fault_points import fault_point
 from dapo.pools import Updated
 from dapo.types import TrainSequence
-from workers.training.collective_errors import Unanimous
+from workers.training.collective_errors import Refused, Unanimous
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.forward.ulysses import gather_rows
 from workers.training.fsdp import reshard
@@ -201,7 +201,8 @@ class Updater:
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
         """Returns [mini-batch][micro-batch] of [R]."""
-        assert self._reference is not None, "no coefficient of `algorithm.kl` is set"
+        if self._reference is None:
+            raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         logprobs = [[self._reference(batch)[0] for batch in minibatch] for minibatch in batches]
         reshard(self._reference)
         return logprobs
