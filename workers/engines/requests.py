@@ -131,11 +131,9 @@ async def abort_all(
         for key in keys:
             if home := groups[key].home:
                 homes[home].append(key)
-        aborts = [
-            _ended(slot, worker.abort.remote(here), timeout_s, WorkerLost)  # with a lost engine its requests have ended
-            for (slot, worker), here in homes.items()
-        ]
-        await asyncio.gather(*aborts)
+        await asyncio.gather(
+            *[_ended(slot, worker.abort.remote(here), timeout_s, WorkerLost) for (slot, worker), here in homes.items()]
+        )  # with a lost engine its requests have ended
         if asyncio.get_running_loop().time() > deadline:
             raise RemoteError(f"the engines did not end {sorted(keys)} within {timeout_s:g} s (`rollout.timeout_s`)")
         await asyncio.sleep(pause)
