@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """One set of held-out problems. Made by `dapo.data.sources`, consumed by `dapo.evaluate`. name: in
+    """One set of held-out problems. Made by `dapo.data.sources`, consumed by `dapo.evaluation`. name: in
     `data.val_files`; "" for the set of a plain list. samples: number of answers per prompt."""
 
     name: str
@@ -73,7 +73,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A group of responses to one prompt. Made by `dapo.sampling` and `dapo.evaluate`, consumed by the engine pool's
+    """A group of responses to one prompt. Made by `dapo.sampling` and `dapo.evaluation`, consumed by the engine pool's
     `generate`. key: names the group for `abort`. prompt: [P]. seeds: of each response. background: it gives way to
     other groups. problem: the record that the prompt belongs to, for the rollout function if there is one."""
 

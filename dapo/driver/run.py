@@ -31,7 +31,7 @@ from dapo.driver.preflight import preflight
 from dapo.driver.progress import Progress
 from dapo.driver.recovery import run_to_end
 from dapo.driver.session import Session
-from dapo.evaluate.evaluation import Answered, Evaluation
+from dapo.evaluation.held_out import Answered, Evaluation
 from dapo.ground.console import end_at_once, hearing_warnings, say, warn
 from dapo.ground.signals import Stop
 from dapo.ground.time_limit import TimeLimit

@@ -12,7 +12,7 @@ from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.driver.lost_ranks import unless_lost
 from dapo.driver.refusals import Refusals
-from dapo.evaluate.background import Evaluations
+from dapo.evaluation.background import Evaluations
 from dapo.ground.clock import PhaseClock
 from dapo.ground.console import take_repeated
 from dapo.ground.fault_points import fault_point

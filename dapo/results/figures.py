@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dapo.evaluate.estimates import Estimate, over_problems
+from dapo.evaluation.estimates import Estimate, over_problems
 from dapo.report.store.reader import PHASES
 from dapo.results.runs import Problems, Records, Run, evaluated, known
 from dapo.state.changes import value_of

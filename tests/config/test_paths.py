@@ -9,7 +9,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import checked_path, not_on_hub, output_path, resolve_path
-from dapo.evaluate import __main__ as evaluate
+from dapo.tools import evaluate
 from dapo.tools.doctor import __main__ as doctor
 from tests.support.state.claims import claim
 

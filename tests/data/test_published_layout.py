@@ -12,8 +12,8 @@ from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.data.prompts import DataReport
 from dapo.data.sources import held_out_files, load_held_out
-from dapo.evaluate.evaluation import Evaluation
-from dapo.evaluate.summary import metrics, summaries
+from dapo.evaluation.held_out import Evaluation
+from dapo.evaluation.summary import metrics, summaries
 from dapo.types import HeldOut
 from tests.support.fakes import FakeRewards, FakeRollouts
 from tests.support.faulty_pools import run

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo.driver.recovery import run_to_end
-from dapo.evaluate.evaluation import Evaluation
+from dapo.evaluation.held_out import Evaluation
 from dapo.ground.time_limit import TimeLimitReached
 from dapo.report.log import read_metrics
 from dapo.state.driver_state import DriverState, owes_evaluation

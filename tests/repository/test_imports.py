@@ -36,7 +36,7 @@ FLOORS = (
     ("algorithm",),
     ("data", "report"),
     ("rewards", "sampling", "turns"),
-    ("trainer", "state", "evaluate"),
+    ("trainer", "state", "evaluation"),
     ("driver", "results"),
     ("tools",),
     ("main_ppo",),
@@ -74,6 +74,10 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2]) if within(module, "dapo") else ""
 
 
+def floor(module: str) -> int:
+    return FLOOR.get(room(module), len(FLOORS))
+
+
 def tool(module: str) -> str:
     return module.split(".")[2] if module.startswith("dapo.tools.") else ""
 
@@ -97,7 +101,8 @@ def violations(name: str, source: str) -> list[str]:
         "nothing runs up": {
             module
             for module in ours
-            if (there := room(module)) != room(name) and FLOOR.get(there, -1) >= FLOOR.get(room(name), 99)
+            if (there := room(module)) not in ("", "dapo", room(name))
+            and FLOOR.get(there, 99) >= FLOOR.get(room(name), 99)
         },
         "nothing imports a tool": {
             module
@@ -166,7 +171,7 @@ LOADS = {
                 "dapo.report",
                 "dapo.report.store",
             ),
-            *("dapo.evaluate", "dapo.results", "dapo.tools.replay", "dapo.ground"),
+            *("dapo.evaluation", "dapo.results", "dapo.tools.replay", "dapo.ground"),
         ),
         HEAVY | {"dapo.driver.run", "tensorboard", "matplotlib"},
     ),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo.evaluate.evaluation import Answered
-from dapo.evaluate.summary import metrics, summaries
+from dapo.evaluation.held_out import Answered
+from dapo.evaluation.summary import metrics, summaries
 from dapo.report.store.reader import Reader
 from dapo.report.store.schema import UNNAMED
 from dapo.results import plot

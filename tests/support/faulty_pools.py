@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
-from dapo.evaluate.evaluation import Evaluation
-from dapo.evaluate.summary import metrics, summaries
+from dapo.evaluation.held_out import Evaluation
+from dapo.evaluation.summary import metrics, summaries
 from dapo.ground.clock import PhaseClock
 from dapo.pools import ActorsLost
 from dapo.sampling.buffer import OversamplingBuffer

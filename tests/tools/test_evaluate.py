@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.config.paths import resolve_path
-from dapo.evaluate import __main__ as command
-from dapo.evaluate.evaluation import Answered
+from dapo.evaluation.held_out import Answered
 from dapo.ground.console import EXIT_INTERRUPTED
 from dapo.ground.signals import caught
+from dapo.tools import evaluate as command
 from tests.support.fakes import make_group
 from tests.support.runs import START_S
 

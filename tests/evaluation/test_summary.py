@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.evaluate.evaluation import Answered
-from dapo.evaluate.summary import document, metrics, summaries, text
+from dapo.evaluation.held_out import Answered
+from dapo.evaluation.summary import document, metrics, summaries, text
 from tests.support.fakes import make_group, make_prompt
 
 NAN = math.nan

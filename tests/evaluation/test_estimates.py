@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dapo.evaluate.estimates import best_at, majority_at, over_problems, pass_at, sizes
+from dapo.evaluation.estimates import best_at, majority_at, over_problems, pass_at, sizes
 
 SAMPLE = st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.sampled_from(["", "a", "b", "c"]))
 SAMPLES = st.lists(SAMPLE, min_size=1, max_size=7)
@@ -104,5 +104,5 @@ def test_intervals_are_the_same_again_and_in_parts(monkeypatch):
     values = {"a": np.random.default_rng(2).random(50).tolist()}
     whole = over_problems(values)
     assert over_problems(values) == whole
-    monkeypatch.setattr("dapo.evaluate.estimates.RESAMPLED_AT_ONCE", 1000)
+    monkeypatch.setattr("dapo.evaluation.estimates.RESAMPLED_AT_ONCE", 1000)
     assert over_problems(values)["a"].low == pytest.approx(whole["a"].low, abs=0.01)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo.evaluate.estimates import Estimate, best_at, majority_at, over_problems, pass_at, sizes
-from dapo.evaluate.evaluation import Answered
+from dapo.evaluation.estimates import Estimate, best_at, majority_at, over_problems, pass_at, sizes
+from dapo.evaluation.held_out import Answered
 from dapo.ground.table import table
 from dapo.types import Group
 

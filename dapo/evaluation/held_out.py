@@ -26,7 +26,7 @@ PART = 8  # samples per request: few enough to fit into free slots, enough to be
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Scored answers of one evaluation. Made by `Evaluation`, consumed by `dapo.evaluate.summary`. version: of the
+    """Scored answers of one evaluation. Made by `Evaluation`, consumed by `dapo.evaluation.summary`. version: of the
     policy that sampled every token. sets: one group per problem, by name of the set."""
 
     version: int

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from dapo.config.derived import lends, shares_gpus
 from dapo.config.schema import Config
-from dapo.evaluate.evaluation import Evaluation
-from dapo.evaluate.summary import metrics, summaries
+from dapo.evaluation.held_out import Evaluation
+from dapo.evaluation.summary import metrics, summaries
 from dapo.ground.clock import PhaseClock
 from dapo.ground.console import warn
 from dapo.ground.time_limit import TimeLimit

@@ -22,8 +22,8 @@ from dapo.config.paths import output_path
 from dapo.config.schema import Config
 from dapo.data.origins import origins
 from dapo.data.sources import held_out_files
-from dapo.evaluate.evaluation import Answered
-from dapo.evaluate.summary import document, summaries, text
+from dapo.evaluation.held_out import Answered
+from dapo.evaluation.summary import document, summaries, text
 from dapo.ground.console import EXIT_INTERRUPTED, end, say
 from dapo.ground.redact import redacted
 
@@ -62,7 +62,7 @@ def configuration(overrides: Sequence[str]) -> Config:
 
 
 async def evaluate(cfg: Config) -> Answered:
-    from dapo import run  # loads torch and Ray, which takes seconds
+    from dapo.driver import run  # loads torch and Ray, which takes seconds
 
     progress = Progress()
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from dapo.driver.recovery import run_to_end
 from dapo.driver.session import Session
-from dapo.evaluate.evaluation import Evaluation
+from dapo.evaluation.held_out import Evaluation
 from dapo.ground.time_limit import TimeLimit, TimeLimitReached
 from dapo.pools import BatchRefused
 from dapo.report.log import read_metrics
