@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from dapo.config.sampling import SamplingConfig
 from dapo.data.order import PromptOrder
@@ -73,9 +73,8 @@ Responses = AsyncGenerator[tuple[int, Response]]
 
 
 def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
-    return Sampling(
-        n=section.n, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k, max_tokens=max_tokens
-    )
+    values = {field.name: getattr(section, field.name) for field in fields(SamplingConfig)}
+    return Sampling(max_tokens=max_tokens, **values)
 
 
 async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:
