@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from dapo.config.sampling import DataConfig
 from dapo.data.history import PromptHistory
 
+MAX_RETIRED = 0.9  # share of a source's prompts that `retire` skips at once
+
 
 class Curriculum(Protocol):
     def chances(self, history: PromptHistory, prompts: NDArray[np.int64], *, version: int) -> NDArray[np.float64]:
@@ -52,7 +54,7 @@ class Weighted:
 def curriculum_of(cfg: DataConfig, samples: int) -> Curriculum | None:
     """samples: responses per group. Returns None for `uniform`."""
     if cfg.curriculum == "retire":
-        return Retire(after=cfg.retire_after, steps=cfg.retire_steps, most=cfg.max_retired)
+        return Retire(after=cfg.retire_after, steps=cfg.retire_steps, most=MAX_RETIRED)
     if cfg.curriculum == "weighted":
         return Weighted(samples=samples, least=cfg.min_weight)
     return None

@@ -52,7 +52,6 @@ HARMLESS = (  # speed, duration, frequency, resources; and the learning-rate sch
     "filter_groups.max_num_gen_batches",
     "filter_groups.on_budget",
     "reward.num_workers",
-    "reward.children_per_worker",
     "reward.limits",
     "reward.concurrency",
     "reward.remote",
