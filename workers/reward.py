@@ -22,6 +22,7 @@ from dapo.ground.watchdog import Member
 from dapo.rewards.calling.by_entry import Own, Specs
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import tail, with_judge
+from dapo.rewards.calling.sandbox import MAX_FILE_BYTES
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score, unscorable
 from workers.remote import RemoteError, wait
@@ -42,6 +43,7 @@ from workers.scoring.verdict import (
 
 BATCHING_S = 0.005  # verdicts within this time are returned together
 RETRIED_FAILURES = ("wall", "crash")  # not caused by the response; retried once on another worker
+CHILDREN = 2  # processes of a worker, one response at a time
 ITEMS_PER_CHILD = 64  # at a worker: half of them keep a child busy while a call brings more
 TRIES = 2  # of a response that is lost with its worker; a lost node takes several workers
 FILES_DIFFER = (
@@ -108,7 +110,7 @@ class RewardPool:
             self._start_worker,
             name="reward worker",
             count=cfg.num_workers,
-            window=max(ITEMS_PER_CHILD * cfg.children_per_worker, 2 * cfg.concurrency),
+            window=max(ITEMS_PER_CHILD * CHILDREN, 2 * cfg.concurrency),
             timeout_s=cfg.timeout_s,
             timeout_key="reward.timeout_s",
             warn=warn,
@@ -166,7 +168,7 @@ class RewardPool:
         fleets = [self.fleet] if self._model is None else [self.fleet, self._model.fleet]
         now, area = time.monotonic(), self.unscored.area()
         seconds = max(now - self._lapped, 1e-9)
-        children_s = seconds * self._cfg.num_workers * self._cfg.children_per_worker
+        children_s = seconds * self._cfg.num_workers * CHILDREN
         metrics = {
             "perf/restarted_reward_workers": sum(fleet.workers.restarts for fleet in fleets),
             "perf/restarted_reward_children": self._respawned_children,
@@ -226,7 +228,7 @@ class RewardPool:
         remote = replace(cfg.remote, calls_per_minute=cfg.remote.calls_per_minute / cfg.num_workers)
         own = {name: with_judge(specs, judge) for name, specs in self._own.items()}
         functions = with_judge(cfg.functions, judge)
-        ref = worker.start.remote(functions, cfg.limits, cfg.children_per_worker, remote, cfg.concurrency, own)
+        ref = worker.start.remote(functions, cfg.limits, CHILDREN, remote, cfg.concurrency, own)
         member = Member(role="reward worker", number=index, count=self._cfg.num_workers, act="to start")
         [about] = await wait([ref], timeout_s, member, "rollout.start_timeout_s")
         self._digest = self._digest or about["digest"]
@@ -289,9 +291,9 @@ def describe(cfg: RewardConfig, about: dict[str, Any]) -> str:
     switches = {"processes": limits.allow_processes, "network": limits.allow_network}
     refused = [name for name, allowed in switches.items() if not allowed and name not in granted]
     line = (
-        f"reward: {cfg.num_workers} x {cfg.children_per_worker} processes, each limited to {limits.cpu_s:g} s "
+        f"reward: {cfg.num_workers} x {CHILDREN} processes, each limited to {limits.cpu_s:g} s "
         f"CPU and {limits.wall_s:g} s a response, {limits.memory_bytes >> 20} MiB above its imports, files of "
-        f"{limits.file_bytes >> 10} KiB"
+        f"{MAX_FILE_BYTES >> 10} KiB"
     )
     if granted:
         line += f", no {' and no '.join(granted)}"

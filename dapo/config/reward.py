@@ -74,7 +74,6 @@ class LimitsConfig:
     memory_bytes: int = at_least(
         1, 512 << 20, "bytes of one response above what the process has after its imports; beyond them it is wrong"
     )
-    file_bytes: int = at_least(0, 1 << 20, "bytes of the largest file that a function may write")
     allow_network: bool = key(False, "for functions that ask a server")
     allow_processes: bool = key(False, "for functions that start programs")
     allow_unconfined: bool = key(
@@ -259,9 +258,12 @@ class RewardConfig:
         trl="reward_funcs",
     )
     num_workers: int = at_least(
-        1, 8, "Ray actors that score", verl="reward.num_workers, reward_model.num_workers", resume="harmless"
+        1,
+        8,
+        "Ray actors that score, by two processes each",
+        verl="reward.num_workers, reward_model.num_workers",
+        resume="harmless",
     )
-    children_per_worker: int = at_least(1, 2, "processes of each of them, one response at a time", resume="harmless")
     limits: LimitsConfig = section(LimitsConfig, resume="harmless")
     concurrency: int = at_least(
         1, 32, "responses of a worker that its async functions score at a time", resume="harmless"

@@ -146,12 +146,6 @@ class DataConfig:
     )
     retire_after: int = at_least(1, 2, "with `retire`: visits in a row with all responses right after which it is")
     retire_steps: int = at_least(1, 50, "with `retire`: steps after which such a prompt comes back for a visit")
-    max_retired: float = key(
-        0.9,
-        "with `retire`: prompts of a source that may be away at once",
-        values="a share, 0 or more and below 1",
-        holds=lambda value: 0 <= value < 1,
-    )
     min_weight: float = share(0.1, "with `weighted`: least chance that a visit stands, whatever the pass rate")
 
 

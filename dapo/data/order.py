@@ -28,6 +28,7 @@ from dapo.config.schema import Config
 from dapo.types import Draw, Group, Prompt
 
 HISTORY_FILE = "history.parquet"
+MAX_RETIRED = 0.9  # share of a source's prompts that `retire` skips at once
 NEWEST = 0.5  # minimum weight of the newest visit in pass rate and variance: older visits are from older policies
 _SCHEMA = pa.schema(
     {
@@ -145,7 +146,7 @@ class Weighted:
 def curriculum_of(cfg: DataConfig, samples: int) -> Curriculum | None:
     """samples: responses per group. Returns None for `uniform`."""
     if cfg.curriculum == "retire":
-        return Retire(after=cfg.retire_after, steps=cfg.retire_steps, most=cfg.max_retired)
+        return Retire(after=cfg.retire_after, steps=cfg.retire_steps, most=MAX_RETIRED)
     if cfg.curriculum == "weighted":
         return Weighted(samples=samples, least=cfg.min_weight)
     return None

@@ -107,7 +107,6 @@ def test_a_source_may_bring_its_held_out_set(folder, tokenizer):
         ([OWN_SET, NO_FILES, "data.val_files={a: z}"], "`data.val_files` has a set `a`, and so has"),
         (["data.sources=[{name: a, files: [x], max_response_length: 32}]", NO_FILES], r"\(32\) must be larger than"),
         (["data.curriculum=hard"], r"`data.curriculum` \(hard\) must be one of uniform, retire, weighted"),
-        (["data.max_retired=1"], r"`data.max_retired` \(1.0\) must be a share"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides, said):

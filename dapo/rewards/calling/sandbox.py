@@ -26,6 +26,7 @@ from dapo.sandbox.kernel import (
 )
 
 MAX_OPEN_FILES = 64
+MAX_FILE_BYTES = 1 << 20
 _CLONE_THREAD = 0x10000
 # System calls by architecture: asm/unistd.h.
 _CALLS = {
@@ -46,7 +47,7 @@ def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str
         Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes children first
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_NOFILE, open_files)
-    lower_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+    lower_limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     lower_limit(resource.RLIMIT_AS, mapped_bytes() + limits.memory_bytes)
     wanted = {"processes": not limits.allow_processes, "network": not limits.allow_network}
     denied = [name for name, deny in wanted.items() if deny]

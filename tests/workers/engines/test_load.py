@@ -159,7 +159,7 @@ class HalfASecond:
 
 def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward, "Fleet", HalfASecond)
-    cfg = RewardConfig(num_workers=2, children_per_worker=2, overlong_buffer=OverlongBufferConfig(enable=False))
+    cfg = RewardConfig(num_workers=2, overlong_buffer=OverlongBufferConfig(enable=False))
     pool = reward.RewardPool({}, cfg, max_response_length=20)
     clock = pool.fleet.clock  # type: ignore[attr-defined]
     monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=clock))

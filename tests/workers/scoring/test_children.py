@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dapo.config.reward import LimitsConfig
+from dapo.rewards.calling.sandbox import MAX_FILE_BYTES
 from tests.support.rewards.reward_children import item, use
 from tests.support.rewards.reward_programs import PROGRAM
 
@@ -107,4 +107,4 @@ def test_files_are_bounded(program, tmp_path):
         return await children.score(item(f"write {tmp_path / 'big'}"))
 
     assert "File too large" in use(program, body).detail
-    assert (tmp_path / "big").stat().st_size <= LimitsConfig().file_bytes
+    assert (tmp_path / "big").stat().st_size <= MAX_FILE_BYTES
