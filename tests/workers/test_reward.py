@@ -52,7 +52,7 @@ async def score_all(pool, texts):
 
 async def pids(pool):
     """Returns the process numbers of the children, by worker."""
-    calls = [worker.handle.__ray_call__.remote(lambda self: self._children.pids) for worker in pool.fleet._workers]
+    calls = [worker.handle.__ray_call__.remote(lambda self: self._children.pids) for worker in pool.fleet.workers.all]
     return await asyncio.gather(*calls)
 
 
@@ -84,7 +84,7 @@ def test_a_fault_changes_no_reward(program, victim):
         scoring = asyncio.ensure_future(score_all(pool, TEXTS))
         await asyncio.sleep(0.5)
         assert not scoring.done()
-        workers = [await each.handle.__ray_call__.remote(lambda self: os.getpid()) for each in pool.fleet._workers]
+        workers = [await each.handle.__ray_call__.remote(lambda self: os.getpid()) for each in pool.fleet.workers.all]
         if victim == "a frozen worker":
             os.kill(workers[0], signal.SIGSTOP)
         else:

@@ -168,7 +168,7 @@ def test_scores_are_those_of_transformers_though_a_worker_is_killed(ray_cluster,
         pool = RewardModelPool(config, [options] * 2, device="cpu")
         try:
             await pool.start(120)
-            pid = await pool.fleet._workers[0].handle.__ray_call__.remote(lambda self: os.getpid())
+            pid = await pool.fleet.workers.all[0].handle.__ray_call__.remote(lambda self: os.getpid())
             tasks = [asyncio.create_task(score_all(pool, [text], LENGTH)) for text in LOAD]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             os.kill(pid, signal.SIGKILL)
