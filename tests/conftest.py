@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:  # it loads Ray
+    from tests.support.clock import Clock
     from tests.support.runs import Runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +88,14 @@ def runs(ray_cluster: None) -> Iterator["Runs"]:
     end_with_the_group(made.rest)
     yield made
     made.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> "Clock":
+    """A clock that the test moves, for what is said while a run goes on."""
+    from tests.support.clock import Clock
+
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

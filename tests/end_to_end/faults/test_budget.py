@@ -39,7 +39,7 @@ def test_ends_within_the_budget_with_a_message_and_a_checkpoint(runs: Runs, tmp_
         runs.small(tmp_path / "run", *overrides(tmp_path, "return -1"))
     message = str(ended.value)
     assert message.startswith(f"{BUDGET} draws for one update, and 0 of the 4 usable groups that it needs")
-    for part in ("all wrong 100%", "0: 16, 0..0.25: 0", "take easier prompts", "`filter_groups.on_budget="):
+    for part in ("all wrong 100%", "0: 16, 0..0.25: 0", "easier prompts", "`filter_groups.on_budget="):
         assert part in message
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [], "nothing was trained"
     saved = checkpoint(tmp_path / "run")
