@@ -1,4 +1,4 @@
-"""Draws the learning curves of runs: `python -m dapo.results.plot RUN_DIR [RUN_DIR ...] --out curve.png`. Reads the
+"""Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`. Reads the
 metrics.jsonl of each run. Writes one PNG with accuracy, response length and entropy against the step, and with
 `--against` tokens and seconds, with all runs overlaid; runs whose names differ in the seed only have one colour. Needs
 matplotlib, of the `dev` extra."""

@@ -1,6 +1,6 @@
 """Trains on the word problems of `+experiment=smollm2_cpu` with TRL's GRPOTrainer (`loss_type=dapo`), for comparison:
 
-    python -m dapo.tools.bench.trl_words MODEL OUT.jsonl [--max-seconds N] [--lr ...] ...
+    python -m dapo.bench.trl_words MODEL OUT.jsonl [--max-seconds N] [--lr ...] ...
 
 In an environment with trl and this project's requirements (`pip install --no-deps trl==1.16.0`). Model, data, reward,
 threads and held-out problems are that experiment's. Writes a JSON line per optimizer step and per evaluation; `seconds`
