@@ -2,7 +2,6 @@
 `dapo.data.prompts` checks the values."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +62,7 @@ def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]
 def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     where = f"`{key}`: {name}"
     repository, config, split = data_parts(checked_data(name, key=key))
-    folder = Path(repository).is_dir()
-    if not folder and (unknown := unreachable(repository, "dataset")):
+    if not Path(repository).is_dir() and (unknown := unreachable(repository, "dataset")):
         raise ValueError("; ".join(not_on_hub(key, repository, unknown, "file"))) from unknown
     import datasets  # imported here because it takes 1.4 s and only this path needs it
 
@@ -74,15 +72,9 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
         else:
             found = datasets.load_dataset(repository, config or None, split=split or None)
     except Exception as error:  # depends on the network, the hub and the file type
-        network = "" if folder else " and the network"
-        remedy = f"check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT){network}, or give a file"
-        if isinstance(error, OSError) and error.filename:
-            cache = datasets.config.HF_DATASETS_CACHE
-            remedy = f"if it is its cache ({cache}, HF_HOME) that cannot be written, set HF_HOME to another folder, or "
-            remedy += "give files, which need none"
         raise ValueError(
-            f"{where} {'' if folder else 'is no local file and '}could not be loaded as a data set "
-            f"({type(error).__name__}: {error}); {remedy}"
+            f"{where} could not be loaded as a data set ({type(error).__name__}: {error}); check the name (OWNER/NAME, "
+            "OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT), the network and the cache (HF_HOME), or give a file"
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if len(found) > 1:
@@ -98,29 +90,19 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
     first_row = 0
     for table in tables:
         if layout is not None:
-            for number, row in enumerate(_read(table, where, first_row), first_row):
+            for number, row in enumerate(table.to_pylist(), first_row):
                 yield _single(number, layout.converted(row, _row(where, number), reading.entry))
             first_row += len(table)
             continue
         others = table.drop_columns(["prompt", "reward_model"])
 
-        def rest(i: int, others: pa.Table = others, first_row: int = first_row) -> dict[str, Any]:
-            found: dict[str, Any] = _read(others.slice(i, 1), where, first_row + i)[0]
+        def rest(i: int, others: pa.Table = others) -> dict[str, Any]:
+            found: dict[str, Any] = others.slice(i, 1).to_pylist()[0]
             return found
 
-        prompts, reward_models = (_read(table[name], where, first_row) for name in ("prompt", "reward_model"))
+        prompts, reward_models = (table[name].to_pylist() for name in ("prompt", "reward_model"))
         yield Chunk(first_row, prompts, reward_models, rest)
         first_row += len(table)
-
-
-def _read(part: pa.Table | pa.ChunkedArray, where: str, first_row: int) -> list[Any]:
-    try:
-        return list(part.to_pylist())
-    except UnicodeDecodeError as error:
-        if len(part) > 1:
-            for number in range(len(part)):
-                _read(part.slice(number, 1), where, first_row + number)
-        raise ValueError(f"{_row(where, first_row)}: a text is not UTF-8 ({error}); write it again as UTF-8") from None
 
 
 def _single(number: int, row: dict[str, Any]) -> Chunk:
@@ -148,10 +130,7 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
             is_array = file.read(64).lstrip().startswith("[")
             file.seek(0)
             if is_array:
-                at = _row(where, 0)
-                for number, value in enumerate(_values(file.read())):
-                    yield number, value
-                    at = _row(where, number + 1)
+                yield from enumerate(json.load(file))
                 return
             for number, line in enumerate(file):
                 at = _row(where, number)
@@ -161,34 +140,8 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{at}: not valid JSON ({error}); write one object per line, or one array") from error
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{where} cannot be read as UTF-8 text ({error}); write or copy it again") from error
-    except RecursionError as error:
-        raise ValueError(f"{at}: its JSON is nested too deeply to be read; flatten or remove the row") from error
-    except ValueError as error:  # the only remaining cause is Python's limit on digits of an integer
-        digits = sys.get_int_max_str_digits()
-        raise ValueError(f"{at}: a number has more than {digits} digits; store it as text") from error
-
-
-def _values(text: str) -> Iterator[Any]:
-    """Yields the values of a JSON array one by one, so that an error is known to be in the next value. Raises
-    JSONDecodeError."""
-    decode, at = json.JSONDecoder().raw_decode, _next(text, _next(text, 0) + 1)
-    more = text[at : at + 1] != "]"
-    while more:
-        value, end = decode(text, at)
-        at = _next(text, end)
-        if text[at : at + 1] not in (",", "]"):
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-        yield value
-        if more := text[at] == ",":
-            at = _next(text, at + 1)
-    if (end := _next(text, at + 1)) < len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
-
-
-def _next(text: str, at: int) -> int:
-    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
-        at += 1
-    return at
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number with thousands of digits
+        raise ValueError(f"{at} cannot be read ({error}); correct or remove the row") from error
 
 
 def _columns(schema: pa.Schema, where: str, reading: Reading) -> tuple[Layout | None, list[str]]:

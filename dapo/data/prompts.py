@@ -14,7 +14,7 @@ from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, SCHEMA, Reading, refuse_media
 from dapo.data.template import DATE_FUNCTION, asked, check_template, clock_at, template_text
 from dapo.data.tokenizer import token_ids
-from dapo.data.values import refuse_halves, shown
+from dapo.data.values import shown
 from dapo.types import Int32Array, Messages, Prompt
 
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
@@ -72,7 +72,6 @@ def load_counted(
     rows, distinct = _distinct(files, key, reading)
     problems = _without_contradictions(distinct, max_contradictory, key)
     texts = [_chat_text(tokenizer, problem, reading, today) for problem in problems]
-    _refuse_equal(problems, texts)
     ids = token_ids(tokenizer, texts)
     fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
     report = DataReport(
@@ -83,7 +82,12 @@ def load_counted(
         kept=len(fitting),
     )
     if not fitting:
-        raise ValueError(_nothing_left(report, [len(tokens) for tokens in ids], max_prompt_length, key))
+        shortest = min(map(len, ids), default=0)
+        raise ValueError(
+            f"`{key}`: no prompt is left of {rows} rows: {report.contradictory} have ground truths that contradict "
+            f"each other, {report.too_long} are longer than `data.max_prompt_length` ({max_prompt_length}), the "
+            f"shortest of {shortest} tokens; raise it or give other files"
+        )
     prompts = [_prompt(number, problems[i], texts[i], ids[i], reading.entry) for number, i in enumerate(fitting)]
     return [(prompt, problems[i].copies) for prompt, i in zip(prompts, fitting, strict=True)], report
 
@@ -114,17 +118,6 @@ def _without_contradictions(distinct: list[_Problem], allowed: float, key: str) 
             f"prompts out; for example {bad[0].where} says {bad[0].ground_truth!r}, {bad[0].contradiction}"
         )
     return [problem for problem in distinct if not problem.contradiction]
-
-
-def _nothing_left(report: DataReport, lengths: list[int], max_prompt_length: int, key: str) -> str:
-    dropped = f"{report.contradictory} prompts have ground truths that contradict each other"
-    if not lengths:
-        return f"`{key}`: no prompt is left of {report.rows} rows: all {dropped}; correct the files or give others"
-    return (
-        f"`{key}`: no prompt is left of {report.rows} rows: {dropped + ', and ' if report.contradictory else ''}the "
-        f"{len(lengths)} {'other' if report.contradictory else 'distinct'} ones have {min(lengths)} to {max(lengths)} "
-        f"tokens and `data.max_prompt_length` is {max_prompt_length}; raise it or give other files"
-    )
 
 
 def fingerprint(prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> str:
@@ -163,23 +156,6 @@ def _chat_text(tokenizer: Any, problem: _Problem, reading: Reading, today: datet
         raise ValueError(f"{problem.where}: {error}") from error
 
 
-def _refuse_equal(problems: list[_Problem], texts: list[str]) -> None:
-    """Raises ValueError if the template renders two prompts that differ in more than white space to the same text."""
-    seen: dict[str, _Problem] = {}
-    for problem, text in zip(problems, texts, strict=True):
-        other = seen.setdefault(text, problem)
-        if _spoken(other.messages) != _spoken(problem.messages):
-            raise ValueError(
-                f"{problem.where}: the chat template of `model.path` makes the same text of these messages as of "
-                f"{other.where} ({shown(text)}), although they differ; correct chat_template.jinja, or remove one of "
-                "the rows"
-            )
-
-
-def _spoken(messages: Messages) -> list[tuple[str, list[str]]]:
-    return [(role, content.split()) for role, content in messages]
-
-
 def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:
     for i, (messages_value, reward_model) in enumerate(zip(chunk.prompts, chunk.reward_models, strict=True)):
         row = f"{where}, row {chunk.first_row + i} (counted from 0)"
@@ -187,8 +163,6 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], syst
         truth = _ground_truth(reward_model, row)
         first = seen.get(messages)
         if first is None:
-            refuse_halves("".join([content for _, content in messages]), f"{row}: column `prompt`")
-            refuse_halves(truth, f"{row}: column `reward_model.ground_truth`")
             seen[messages] = _Problem(row, messages, truth, *_source_and_extra(chunk.rest(i), row))
             continue
         first.copies += 1

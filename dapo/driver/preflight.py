@@ -4,6 +4,7 @@ functions, installation."""
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
+from dapo.algorithm.own.loading import problems as own_problems
 from dapo.config.facts.hub import unreachable
 from dapo.config.paths import checked_data, data_parts, not_on_hub
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
@@ -24,8 +25,7 @@ from dapo.turns.loading import runs_programs
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem: key, value and remedy. trains: as for `validate`."""
-    from dapo.algorithm.own.check import own_functions  # loads torch, as the schedule does
-    from dapo.algorithm.schedule import learning_rates
+    from dapo.algorithm.schedule import learning_rates  # loads torch
 
     problems = [
         *_refusal(lambda: learning_rates(cfg)),
@@ -34,7 +34,7 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         *_reward_functions(cfg),
         *choice.problems(cfg),
         *_rollout_function(cfg),
-        *(own_functions(cfg) if trains else ()),
+        *(own_problems(cfg) if trains else ()),
     ]
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))

@@ -1,12 +1,14 @@
-"""Loads modules that a user wrote, and describes their errors."""
+"""Loads functions that a user wrote, and describes their errors."""
 
+import difflib
 import hashlib
-import importlib.util
+import importlib
+import inspect
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dapo.ground.redact import without_secrets
 
@@ -21,36 +23,42 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {ascii(short)[1:-1]}"
 
 
-def not_imported(key: str, path: str, error: BaseException, ready: Sequence[str]) -> str:
-    """Returns the error message for a module (file or dotted name) that cannot be imported. ready: suggested names."""
-    remedy = (
-        f"give a Python file (*.py), a dotted module that can be imported on every node, or one of {', '.join(ready)}"
-    )
-    if Path(path).expanduser().is_file():
-        remedy = "correct the file"
-        if isinstance(error, ImportError):
-            remedy = (
-                "the file's folder is not searched for modules, so that none is shadowed: write what it imports into "
-                "the file, or install it as a package, or name its folder in PYTHONPATH, on every node"
-            )
-    return f"`{key}` ({path!r}) cannot be imported ({describe(error)}); {remedy}"
-
-
-def load_file(file: Path, kind: str) -> ModuleType:
-    """Loads a file under a unique module name: it shadows no module, and its folder is not added to the search path.
-    kind: part of the module's name."""
-    name = f"dapo_{kind}_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    return run_module(importlib.util.spec_from_file_location(name, file))
-
-
-def run_module(spec: ModuleSpec | None) -> ModuleType:
-    """Executes and returns a module. If its code raises, the module is removed from `sys.modules` again."""
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # needed by dataclasses and pickle
+def load_module(key: str, path: str, *, ready: dict[str, str]) -> ModuleType:
+    """Imports a Python file or a dotted module. ready: modules by short name. Raises ValueError."""
     try:
-        spec.loader.exec_module(module)
+        if path.endswith(".py"):
+            file = Path(path).expanduser().resolve()
+            return run_text(file.read_bytes(), str(file))
+        return importlib.import_module(ready.get(path, path))
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{key}` ({path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted module "
+            f"that can be imported on every node, or one of {', '.join(ready)}. The file's folder is not searched for "
+            "modules: name it in PYTHONPATH on every node if the file imports others"
+        ) from error
+
+
+def run_text(text: bytes, path: str) -> ModuleType:
+    """Executes the text of a file as a module with a unique name: it shadows no module, and the file's folder is not
+    added to the search path."""
+    digest = hashlib.sha256(path.encode() + text).hexdigest()
+    module = ModuleType(f"dapo_user_{Path(path).stem}_{digest[:16]}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # needed by dataclasses and pickle
+    try:
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
     except BaseException:
-        del sys.modules[spec.name]
+        del sys.modules[module.__name__]
         raise
     return module
+
+
+def function_in(module: ModuleType, name: str, what: str) -> Callable[..., Any]:
+    """Returns a function of a module. what: key and value, for the ValueError if there is none of that name."""
+    function = vars(module).get(name)
+    if callable(function):
+        return function
+    names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
+    near = difflib.get_close_matches(name, names, cutoff=0.4) or names[:5]
+    hint = f"did you mean {' or '.join(near)}?" if near else "it has none"
+    raise ValueError(f"{what} is no function of {module.__file__}; {hint}")

@@ -1,31 +1,26 @@
 """Checks data files: is each reference answer correct for a verifier, and wrong against another row's?
 
 Run it before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
-warns of a ground truth that only an equation matches, such as m + n = 113, of JSON lists of several texts, and of texts
-that are not answers, such as proof.
+warns of texts that are not answers, such as proof.
 
     python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
 
 For `code` it runs each row's reference solution, if it has one, on its own tests and on another row's.
 
-Files: .parquet, .json or .jsonl in the DAPO-Math schema, or GSM8K's own .jsonl with question and answer. Exit status 0
+Files: .parquet, .json or .jsonl in a format that `data.format` knows. Exit status 0
 if there are at most warnings, 1 if a row fails, 2 if a file cannot be read.
 """
 
 import argparse
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dapo.answers.answer import MAX_TRUTH_CHARS, agree, read, read_truth, truth_text, truth_texts
-from dapo.answers.relations import relation
+from dapo.answers.answer import MAX_TRUTH_CHARS, agree, read_truth, truth_text
 from dapo.answers.spelling import careful_spelling
-from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
 from dapo.sandbox.program import SandboxError
 
@@ -56,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dapo.rewards.selfcheck", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="data in the DAPO-Math schema, or GSM8K's own .jsonl")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a data file")
     parser.add_argument("--function", choices=FUNCTIONS, default="math", help="the verifier to check (default: math)")
     options = parser.parse_args(arguments)
     failures = 0
@@ -80,14 +75,12 @@ def _check_code(name: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """Counts of references: correct for themselves, compared with another ground truth, wrong for it. lines: one per
-    failure. warnings: one per equation whose right side alone is wrong, per list of texts, and per text that is not an
-    answer."""
+    failure."""
 
     right: int
     compared: int
     wrong: int
     lines: list[str]
-    warnings: list[str]
 
 
 def _check_answers(name: str, function: str) -> int:
@@ -98,7 +91,7 @@ def _check_answers(name: str, function: str) -> int:
         "against another"
     )
     _print(found.lines)
-    _print([f"warning: {line}" for line in found.warnings])
+    _print([f"warning: {line}" for line in no_answers(references)])
     return len(found.lines)
 
 
@@ -111,7 +104,6 @@ def _print(lines: Sequence[str]) -> None:
 
 def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any]) -> Verdicts:
     failures: list[str] = []
-    warnings: list[str] = []
     compared = right = wrong = 0
     for index, own in enumerate(references):
         verdict = _verdict(compute_score, own, own.truth)
@@ -119,16 +111,6 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
         if not verdict["acc"]:
             failures.append(
                 f"row {own.row}: {_cut(own.short)} is not right against itself (read as {_cut(verdict['pred'])})"
-            )
-        elif half := _half(compute_score, own):
-            warnings.append(
-                f"row {own.row}: the ground truth {_cut(own.short)} is an equation, and {half!r} alone is wrong; write "
-                "the value alone if that is the answer"
-            )
-        if len(truth_texts(own.truth)) > 1 and truth_text(own.truth) == own.truth:
-            warnings.append(
-                f"row {own.row}: the ground truth {shown(own.truth)} lists several texts that differ, and none of "
-                "them alone is right; write the one answer"
             )
         other = _next_different(references, index)
         if other is not None:
@@ -139,7 +121,7 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
                 failures.append(
                     f"row {own.row}: {_cut(own.short)} is right against {_cut(other.short)} of row {other.row}"
                 )
-    return Verdicts(right, compared, wrong, failures, [*no_answers(references), *warnings])
+    return Verdicts(right, compared, wrong, failures)
 
 
 def no_answers(references: Sequence[Reference]) -> list[str]:
@@ -165,13 +147,6 @@ def _cut(text: str) -> str:
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
-    raw = _question_and_answer(Path(name))
-    if raw is not None:
-        for row, answer in raw:
-            short = answer.rpartition("####")[2].strip()
-            whole = function == "gsm8k"
-            yield Reference(row, answer if whole else f"Answer: {short}", answer if whole else short, short)
-        return
     for chunk, place, truth in selfcheck_code.ground_truths(name, what="reference answers", write="the answer there"):
         yield reference(chunk.first_row + place, truth, function)
 
@@ -180,32 +155,6 @@ def reference(row: int, truth: str, function: str) -> Reference:
     """Returns a reference that `function` must score as correct. truth: `reward_model.ground_truth` of a row."""
     short = truth_text(truth).rpartition("####")[2].strip()
     return Reference(row, f"{'####' if function == 'gsm8k' else 'Answer:'} {short}", truth, short)
-
-
-def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
-    if path.suffix != ".jsonl" or not path.is_file():
-        return None
-    answers: list[tuple[int, str]] = []
-    with path.open(encoding="utf-8") as file:
-        for row, line in enumerate(file):
-            try:
-                value = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError:
-                return None  # the other reader reports the line
-            if isinstance(value, dict) and isinstance(value.get("answer"), str) and "question" in value:
-                answers.append((row, value["answer"]))
-            elif line.strip():
-                return None
-    return answers or None
-
-
-def _half(compute_score: Callable[..., Any], own: Reference) -> str:
-    """Returns the number on the right of an equation as ground truth if that alone is scored as wrong; else ""."""
-    half = own.short.rpartition("=")[2].strip(" $")
-    if not relation(own.short) or read(half).value in (None, 0):
-        return ""
-    alone = Reference(own.row, own.solution.replace(own.short, half), own.truth, half)
-    return "" if _verdict(compute_score, alone, own.truth)["acc"] else half
 
 
 def _next_different(references: Sequence[Reference], index: int) -> Reference | None:

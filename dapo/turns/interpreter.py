@@ -2,16 +2,10 @@
 many programs come at once, some wait for a thread; that time does not count against the function's time limit."""
 
 import asyncio
-from itertools import count
 
 from dapo.sandbox import client
-from dapo.sandbox.program import Outcome, Program, SandboxError
+from dapo.sandbox.program import Outcome, Program
 from dapo.turns.patience import queued
-
-STANDSTILL_S = 600.0  # without a new program starting; longer than any program runs
-
-_begun = count(1)
-_latest = 0  # number of the last program that began
 
 
 async def run(program: Program) -> Outcome:
@@ -19,30 +13,16 @@ async def run(program: Program) -> Outcome:
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     def work() -> Outcome:
-        global _latest
-        _latest = next(_begun)
         loop.call_soon_threadsafe(begun.set)
         return client.run(program)
 
     running = loop.run_in_executor(None, work)
     try:
         with queued():
-            await _place(begun)
+            await begun.wait()
         return await running
     finally:
         running.cancel()  # a program that has not begun never starts
-
-
-async def _place(begun: asyncio.Event) -> None:
-    """Waits until a program has begun, while other programs begin. Raises SandboxError if none does for
-    `STANDSTILL_S`."""
-    while not begun.is_set():
-        before = _latest
-        try:
-            await asyncio.wait_for(begun.wait(), STANDSTILL_S)
-        except TimeoutError:
-            if _latest == before:
-                raise SandboxError(f"no program began within {STANDSTILL_S:g} s: the sandbox stands still") from None
 
 
 async def interpret(source: str, max_chars: int) -> str:

@@ -1,37 +1,25 @@
 """Loads the rollout function: a ready one by short name, a user-defined one from a file or an importable module."""
 
 import hashlib
-import importlib
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from dapo.config.fields import TYPES
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.ground.user_code import load_file, not_imported
+from dapo.ground.user_code import function_in, load_module
 from dapo.turns.session import Function
 
-READY = ("one_turn", "retry", "tool_use")  # modules of this package
-PACKAGE = "dapo.turns"
+READY = {name: f"dapo.turns.{name}" for name in ("one_turn", "retry", "tool_use")}
 KEY = "rollout.function"
 
 
 def load(spec: RolloutFunctionConfig) -> Function:
-    """Returns the function. A file is loaded under a unique module name: it shadows no module, and its folder is not
-    added to the search path. Raises ValueError with key, value and remedy."""
-    try:
-        module = _module(spec.path)
-    except (Exception, SystemExit) as error:
-        raise ValueError(not_imported(f"{KEY}.path", spec.path, error, READY)) from error
-    function = vars(module).get(spec.name)
+    """Returns the function. Raises ValueError with key, value and remedy."""
+    module = load_module(f"{KEY}.path", spec.path, ready=READY)
+    function = function_in(module, spec.name, f"`{KEY}.name` ({spec.name!r})")
     if not inspect.iscoroutinefunction(function):
-        there = [name for name, value in vars(module).items() if inspect.iscoroutinefunction(value)]
-        raise ValueError(
-            f"`{KEY}.name` ({spec.name!r}) must be an `async def` function of {spec.path}, which has "
-            f"{', '.join(there) or 'none'}"
-        )
+        raise ValueError(f"`{KEY}.name` ({spec.name!r}) must be an `async def` function of {spec.path}")
     try:
         inspect.signature(function).bind(None, None, None, **spec.kwargs)
     except TypeError as error:
@@ -39,17 +27,7 @@ def load(spec: RolloutFunctionConfig) -> Function:
             f"`{KEY}` ({spec.name} of {spec.path}) cannot be called with prompt, generate, sampling and "
             f"`{KEY}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
         ) from None
-    if spec.path in READY:
-        _check_values(function, spec.kwargs)
     return function
-
-
-def _check_values(function: Function, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for an argument of the wrong type for a ready function; otherwise every response would fail."""
-    for name, value in kwargs.items():
-        kind = inspect.signature(function).parameters[name].annotation
-        if type(value) is not kind:
-            raise ValueError(f"`{KEY}.kwargs.{name}` ({value}) must be {TYPES[kind]}")
 
 
 def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:
@@ -70,11 +48,3 @@ def file_of_function(spec: RolloutFunctionConfig) -> dict[str, str]:
         return {}
     file = Path(spec.path).expanduser()
     return {f"{KEY}.path": f"{file.name}:{spec.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"}
-
-
-def _module(path: str) -> ModuleType:
-    if path in READY:
-        return importlib.import_module(f"{PACKAGE}.{path}")
-    if not path.endswith(".py"):
-        return importlib.import_module(path)
-    return load_file(Path(path).expanduser().resolve(), "rollout")

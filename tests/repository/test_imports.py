@@ -51,7 +51,6 @@ TENSORS = (
     "dapo.algorithm.batch",
     "dapo.algorithm.schedule",
     "dapo.algorithm.own.calls",
-    "dapo.algorithm.own.check",
     "dapo.algorithm.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",

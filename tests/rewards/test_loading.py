@@ -12,15 +12,15 @@ from dapo.rewards.calling.loading import load
 @pytest.mark.parametrize(
     ("content", "name", "named"),
     [
-        pytest.param(None, "f", ["reward.functions[3].path", "there is no file", "absolute path"], id="no-file"),
-        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError", "correct the file"], id="syntax-error"),
+        pytest.param(None, "f", ["reward.functions[3].path", "there is no such file", "absolute path"], id="no-file"),
+        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError"], id="syntax-error"),
         pytest.param("import no_such_thing", "f", ["path", "ModuleNotFoundError", "no_such_thing"], id="its-import"),
         pytest.param("1 / 0", "f", ["reward.functions[3].path", "ZeroDivisionError"], id="raises-at-import"),
         pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
         pytest.param("def f(solution_str): pass", "f", ["[3]", "cannot be called", "data_source"], id="signature"),
         pytest.param("def score_it(): pass", "scoreit", ["[3].name", "'scoreit'", "mean score_it?"], id="near-name"),
-        pytest.param("x = 1", "f", ["[3].name", "'f'", "no public function"], id="nothing-there"),
-        pytest.param("f = 1", "f", ["reward.functions[3].name", "is a int", "function"], id="not-callable"),
+        pytest.param("x = 1", "f", ["[3].name", "'f'", "it has none"], id="nothing-there"),
+        pytest.param("f = 1", "f", ["reward.functions[3].name", "is no function"], id="not-callable"),
     ],
 )
 def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: list[str]) -> None:
@@ -36,7 +36,7 @@ def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: l
 def test_a_file_cannot_import_its_neighbour_and_says_what_works(tmp_path: Path, line: str) -> None:
     (tmp_path / "helper.py").write_text("RIGHT = 1.0")
     (tmp_path / "mine.py").write_text(f"{line}\ndef f(**values): return 1.0")
-    with pytest.raises(ValueError, match=r"mine.py'\) cannot .*; the file's folder is not searched .* in PYTHONPATH"):
+    with pytest.raises(ValueError, match=r"mine.py'\) cannot .*The file's folder is not searched .* in PYTHONPATH"):
         load(RewardFunctionConfig(path=str(tmp_path / "mine.py"), name="f"))
 
 

@@ -64,15 +64,6 @@ def test_a_verifier_that_accepts_another_truth_fails(check: Any, monkeypatch: py
     assert "row 0: '0' is right against '1' of row 1" in output and "and 2 more" in output
 
 
-@pytest.mark.parametrize("function", ["math", "math_verify"])
-def test_an_equation_that_its_value_does_not_meet_is_warned_of(check: Any, function: str) -> None:
-    rows = [row("x = 5"), row("$m+n = 113$"), row("x >= 3"), row("$f(x) = 2x$"), row("12"), row("x + 2y = 0")]
-    status, output, _ = check(rows, function)
-    assert status == 0 and "6 of 6 right against themselves" in output
-    assert "warning: row 1: the ground truth '$m+n = 113$' is an equation, and '113' alone is wrong" in output
-    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 1", " row 2"]
-
-
 @pytest.mark.parametrize("function", ["math", "math_verify", "gsm8k"])
 def test_a_list_of_one_text_is_that_text(check: Any, function: str) -> None:
     status, output, _ = check([row('["3"]'), row('["34", "34.0"]'), row("12")], function)
@@ -95,12 +86,6 @@ def test_a_text_that_many_rows_share_is_warned_of(check: Any) -> None:
 def test_a_long_truth_is_cut(check: Any) -> None:
     status, output, _ = check([row("12"), row("7" * 5000)])
     assert status == 1 and "row 1: '777" in output and len(output) < 1000
-
-
-def test_a_list_of_texts_that_differ_is_warned_of(check: Any) -> None:
-    _, output, _ = check([row('["34", "35"]'), row('["34", "34.0"]'), row('["34"]'), row("12")])
-    assert """warning: row 0: the ground truth str '["34", "35"]' lists several texts that differ""" in output
-    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 0"]
 
 
 def test_one_truth_alone_has_no_other(check: Any) -> None:

@@ -250,7 +250,7 @@ SOUND = "async def rollout(prompt, generate, sampling, *, size=1):\n    pass\n"
         ("import no_such_module", {}, "`rollout.function.path`"),
         ("raise SystemExit(2)", {}, "cannot be imported"),
         ("def rollout(prompt, generate, sampling):\n    pass", {}, "must be an `async def` function"),
-        (SOUND, {"name": "rolout"}, "which has rollout"),
+        (SOUND, {"name": "rolout"}, "did you mean rollout?"),
         (SOUND, {"kwargs": {"sise": 3}}, "['sise']"),
         ("async def rollout(prompt):\n    pass", {}, "cannot be called with prompt, generate, sampling"),
     ],
@@ -272,8 +272,6 @@ def test_a_function_says_its_file_and_whether_it_runs_programs(tmp_path):
     assert [*first] == ["rollout.function.path"] and first != file_of_function(own)
     assert file_of_function(RolloutFunctionConfig(path="retry")) == {}
     assert load(RolloutFunctionConfig(path="retry", kwargs={"attempts": 3})) is retry.rollout
-    with pytest.raises(ValueError, match=r"`rollout.function.kwargs.attempts` \(3\) must be"):
-        load(RolloutFunctionConfig(path="retry", kwargs={"attempts": "3"}))
 
 
 def test_a_wrong_function_ends_the_preflight():

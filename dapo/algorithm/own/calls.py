@@ -1,5 +1,5 @@
-"""Calls user-defined functions with the arguments and result types of the built-in ones. Checks of the start of the run
-(`dapo.algorithm.own.check`) are not repeated, except for results that could be misinterpreted silently."""
+"""Calls user-defined functions with the arguments and result types of the built-in ones. Results
+that could be misinterpreted silently are refused."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -2,13 +2,10 @@
 file is read once per run, on the driver; ranks get its text as a `Source`. So no node needs the file, and a later
 change of it does not affect the run."""
 
-import difflib
 import hashlib
-import importlib.abc
-import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 from dapo.config.fields import OWN
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.ground.user_code import describe, run_module
+from dapo.ground.user_code import describe, function_in, run_text
 
 # Parameters that a function may have, by key; it may take any subset of them.
 PARAMETERS = {
@@ -106,6 +103,16 @@ def own_function(key: str, value: str) -> OwnFunction:
     return _loaded[key, value]
 
 
+def problems(cfg: Config) -> Iterator[str]:
+    """Reads and loads the user-defined functions of a run; yields a line for each that is not usable."""
+    forget()
+    for key, value in chosen(cfg).items():
+        try:
+            own_function(key, value)
+        except ValueError as error:
+            yield str(error)
+
+
 def source_of(cfg: Config, key: str) -> Source | None:
     """Returns what ranks need to load the function of a key; None for a built-in one."""
     value = chosen(cfg).get(key)
@@ -129,26 +136,19 @@ def read(key: str, value: str) -> Source:
 
 
 def load(source: Source) -> OwnFunction:
-    """Runs the file's text as a separate module, and returns the function. The file's folder is not on the search path:
-    it can import what is installed, but no file beside it. Raises ValueError if it cannot be imported, or lacks the
-    function, or the function has an unknown parameter."""
-    name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
+    """Runs the file's text as a separate module, and returns the function. It can import what is installed, but no file
+    beside it. Raises ValueError if it cannot be imported, or lacks the function, or the function has an unknown
+    parameter."""
     try:
-        module = run_module(importlib.util.spec_from_loader(name, _Text(source)))
+        module = run_text(source.text, source.path)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{source} cannot be imported ({describe(error)}); it can import what is installed on every node, and no "
             "file beside it"
         ) from error
-    function = vars(module).get(source.name)
-    if function is None:
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(source.name, names, cutoff=0.4) or names[:5]
-        hint = f"did you mean {' or '.join(near)}?" if near else "it defines no function"
-        raise ValueError(f"{source} is not in the file; {hint}")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        kind = "an `async def`; write `def`" if callable(function) else f"of type {type(function).__name__}"
-        raise ValueError(f"{source} must be a plain function, and it is {kind}")
+    function = function_in(module, source.name, str(source))
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{source} must be a plain function, and it is an `async def`; write `def`")
     return OwnFunction(source=source, function=function, takes=_takes(source, function))
 
 
@@ -168,18 +168,3 @@ def _takes(source: Source, function: Callable[..., Any]) -> frozenset[str] | Non
             f"{', '.join(there)}; give others a default"
         )
     return frozenset(one.name for one in asked) & frozenset(there)
-
-
-class _Text(importlib.abc.SourceLoader):
-    """Loads a module from the text of a `Source`, under the name of its file; writes no bytecode."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def get_filename(self, fullname: str) -> str:
-        return self._source.path
-
-    def get_data(self, path: str | bytes) -> bytes:
-        if path != self._source.path:  # of bytecode
-            raise OSError(path)
-        return self._source.text

@@ -3,10 +3,7 @@ define `READS_LAST`, `RUNS_PROGRAMS` (see `LoadedFunction`) and `canaries(name, 
 (solution_str, ground_truth, extra_info, score)."""
 
 import copy
-import difflib
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -19,8 +16,9 @@ from typing import Any
 from dapo.config.reward import JudgeConfig, RewardFunctionConfig
 from dapo.config.reward_functions import PACKAGE, READY, SECTION, ready_name
 from dapo.ground.redact import redacted
-from dapo.ground.user_code import describe, load_file, not_imported
+from dapo.ground.user_code import describe, function_in, load_module
 
+MODULES = {name: f"{PACKAGE}.{name}" for name in READY}
 OWN, OWN_MODEL = "own", "judge"  # replace URL and model name of a judge served by the run
 
 
@@ -61,8 +59,10 @@ def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) 
     `SECTION[index]`, the value and the remedy."""
     key = f"{section}[{index}]"
     _check_numbers(spec, key)
-    module = _load_module(spec.path, f"{key}.path")
-    function = _member(module, spec, f"{key}.name")
+    if spec.path.endswith(".py") and not Path(spec.path).expanduser().is_file():
+        raise ValueError(f"`{key}.path` ({spec.path!r}): there is no such file; give an absolute path")
+    module = load_module(f"{key}.path", spec.path, ready=MODULES)
+    function = function_in(module, spec.name, f"`{key}.name` ({spec.name!r})")
     _check_signature(function, spec, key)
     reads_last = vars(module).get("READS_LAST")
     if not (reads_last is None or type(reads_last) is int and reads_last >= 0):
@@ -93,21 +93,6 @@ def with_judge(functions: Sequence[RewardFunctionConfig], judge: JudgeConfig) ->
 
 def tail(text: str, reads_last: int | None) -> str:
     return text if reads_last is None else text[max(0, len(text) - reads_last) :]
-
-
-def _member(module: ModuleType, spec: RewardFunctionConfig, key: str) -> Callable[..., Any]:
-    members = vars(module)
-    if spec.name not in members:
-        names = [member for member, value in members.items() if callable(value) and not member.startswith("_")]
-        near = difflib.get_close_matches(spec.name, names, cutoff=0.4) or names[:5]
-        hint = f"did you mean {' or '.join(near)}?" if near else "it defines no public function"
-        raise ValueError(f"`{key}` ({spec.name!r}) is not in {spec.path}; {hint}")
-    function = members[spec.name]
-    if not callable(function):
-        raise ValueError(
-            f"`{key}` ({spec.name!r}) in {spec.path} is a {type(function).__name__}; it must be a function"
-        )
-    return function
 
 
 def _check_numbers(spec: RewardFunctionConfig, key: str) -> None:
@@ -161,16 +146,3 @@ def _canaries(module: ModuleType, spec: RewardFunctionConfig, key: str) -> tuple
             f"`{key}.path` ({spec.path}): canaries({spec.name!r}, kwargs) failed ({describe(error)}); it must give "
             "(solution_str, ground_truth, extra_info, score) of known answers"
         ) from error
-
-
-def _load_module(path: str, key: str) -> ModuleType:
-    file = Path(path).expanduser().resolve() if path.endswith(".py") else None
-    if file is not None and not file.is_file():
-        raise ValueError(f"`{key}` ({path!r}): there is no file {file}; give an absolute path or a dotted module")
-    ready = ready_name(path)
-    try:
-        if file is not None:
-            return load_file(file, "reward")
-        return importlib.import_module(f"{PACKAGE}.{ready}" if ready else path)
-    except (Exception, SystemExit) as error:
-        raise ValueError(not_imported(key, path, error, READY)) from error

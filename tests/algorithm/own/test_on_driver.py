@@ -6,8 +6,7 @@ import pytest
 
 from dapo.algorithm.batch import build_batch
 from dapo.algorithm.outcome import ALL_WRONG, MIXED, classifier, classify
-from dapo.algorithm.own.check import own_functions
-from dapo.algorithm.own.loading import OwnFunctionError, forget
+from dapo.algorithm.own.loading import OwnFunctionError, forget, problems
 from dapo.config.compose import compose
 from dapo.sampling.buffer import OversamplingBuffer
 from tests.support.fakes import make_group
@@ -50,7 +49,7 @@ BASE = "a = torch.where(rewards.isnan(), 0.0, rewards - rewards.nanmean(dim=1, k
 )
 def test_what_they_must_not_give_ends_the_step_with_the_reason(tmp_path, key, arguments, body, parts):
     cfg = configured(tmp_path, key, arguments, body)
-    assert own_functions(cfg) == []
+    assert [*problems(cfg)] == []
     with pytest.raises(OwnFunctionError) as error:
         build_batch(GROUPS, cfg, version=3)
     for part in (f"`{key}` ({tmp_path}/my.py:mine)", *parts):
@@ -64,7 +63,7 @@ def test_what_they_must_not_give_ends_the_step_with_the_reason(tmp_path, key, ar
 def test_the_built_in_ones_as_files_pass_and_make_the_same_batch(key, value, mode):
     common = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=2", f"algorithm.loss_agg_mode={mode}"]
     plain, mine = compose(common, "dapo_tiny"), compose([*common, f"{key}={value}"], "dapo_tiny")
-    assert own_functions(mine) == []
+    assert [*problems(mine)] == []
     batches = [build_batch(GROUPS, cfg, version=3).minibatches for cfg in (plain, mine)]
     for one, other in zip(*batches, strict=True):
         assert [s.advantage for s in one] == [s.advantage for s in other]
@@ -73,19 +72,19 @@ def test_the_built_in_ones_as_files_pass_and_make_the_same_batch(key, value, mod
 
 def test_the_built_in_filter_and_advantages_as_files_pass():
     cfg = compose([f"{FILTER}=dapo/algorithm/outcome.py:classify"], "dapo_tiny")
-    assert own_functions(cfg) == []
+    assert [*problems(cfg)] == []
     groups = [*GROUPS, make_group(8, [1.0, 1.0]), make_group(9, [0.0, 0.0]), make_group(10, [math.nan, 1.0])]
     assert [classifier(cfg)(group, 2) for group in groups] == [classify(group, 2) for group in groups]
     assert classifier(compose([], "dapo_tiny")) is classify
     for name in ("rloo", "reinforce_plus_plus", "decoupled"):
-        assert own_functions(compose([f"{ADVANTAGE}=dapo/advantage.py:{name}_advantages"], "dapo_tiny")) == []
+        assert [*problems(compose([f"{ADVANTAGE}=dapo/advantage.py:{name}_advantages"], "dapo_tiny"))] == []
 
 
 def test_the_buffer_trains_on_what_the_function_calls_mixed(tmp_path):
     """This one wants two right answers, which Eq. 11 does not ask for."""
     body = "right = sum(group.accuracies)\nreturn 'mixed' if 2 <= right < len(group.accuracies) else 'all_wrong'"
     cfg = configured(tmp_path, FILTER, "group", body)
-    assert own_functions(cfg) == []
+    assert [*problems(cfg)] == []
     cfg.data.train_batch_size = 1
     buffer = OversamplingBuffer.of(cfg)
     buffer.open()
@@ -102,6 +101,6 @@ def test_the_buffer_trains_on_what_the_function_calls_mixed(tmp_path):
 def test_what_an_own_filter_must_not_give_ends_the_run(tmp_path):
     body = "return 'mixed' if len(group.responses) == 4 else 'good'"
     cfg = configured(tmp_path, FILTER, "group", body)
-    assert own_functions(cfg) == []
+    assert [*problems(cfg)] == []
     with pytest.raises(OwnFunctionError, match=r"gives 'good'; give one of mixed"):
         classifier(cfg)(make_group(0, [1.0, 0.0]), 2)

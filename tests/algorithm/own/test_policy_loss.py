@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from dapo.algorithm.objective import Constants, objective
-from dapo.algorithm.own.check import check_policy_loss, make_tokens, own_functions
-from dapo.algorithm.own.loading import OwnFunction, load, read
+from dapo.algorithm.own.loading import OwnFunction, OwnFunctionError, load, read
 from dapo.config.algorithm import AlgorithmConfig
-from dapo.config.compose import compose
-from dapo.driver.preflight import preflight
 from dapo.loss import cispo_loss, gspo_loss, policy_loss
+from tests.support.policy_loss_check import check_policy_loss, make_tokens
 
 KEY = "algorithm.policy_loss"
 HEAD = "import torch\nfrom dapo.loss import clamped_difference, segment_sum\nfrom dapo.loss import _checked, _stats\n"
@@ -82,19 +80,10 @@ BROKEN = [
 
 @pytest.mark.parametrize(("body", "parts"), BROKEN)
 def test_broken_losses_are_refused_with_the_reason(tmp_path, body, parts):
-    own(tmp_path, body)
-    problems = own_functions(compose([f"{KEY}={tmp_path}/my.py:mine"], "dapo_tiny"))
-    assert len(problems) == 1
+    with pytest.raises(OwnFunctionError) as error:
+        check_policy_loss(own(tmp_path, body), AlgorithmConfig())
     for part in (f"`{KEY}`", f"{tmp_path}/my.py:mine", *parts):
-        assert part in problems[0], problems[0]
-
-
-def test_a_broken_loss_ends_a_run_before_it_starts_and_an_evaluation_does_not_ask(tmp_path):
-    own(tmp_path, "return advantages * r")
-    cfg = compose([f"{KEY}={tmp_path}/my.py:mine"], "dapo_tiny")
-    with pytest.raises(ValueError, match="turn its sign"):
-        preflight(cfg)
-    preflight(cfg, trains=False)
+        assert part in str(error.value)
 
 
 def constants_of(tokens, weights: torch.Tensor) -> Constants:
@@ -141,4 +130,4 @@ def test_the_example_is_the_readmes_and_passes():
     readme = (EXAMPLE.parent / "README.md").read_text()
     (shown,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert EXAMPLE.read_text().endswith(shown)
-    assert own_functions(compose([f"{KEY}={EXAMPLE}:soft_gate"], "dapo_tiny")) == []
+    check_policy_loss(load(read(KEY, f"{EXAMPLE}:soft_gate")), AlgorithmConfig())

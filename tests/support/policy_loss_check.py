@@ -1,38 +1,20 @@
-"""Loads user-defined functions before any worker starts, and tests their loss on a small synthetic batch. Returns one
-line per unusable function, with the reason. The tests check properties of every built-in loss: the result does not
-depend on packing, order of the sequences, or number of ranks."""
+"""Tests a user-defined loss on a small synthetic batch: `check_policy_loss(load(read(KEY, "FILE.py:FUNCTION")), cfg)`.
+It checks properties of every built-in loss: the result does not depend on packing, order of the sequences, or number of
+ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from dapo.algorithm.own.calls import own_policy_loss
-from dapo.algorithm.own.loading import OwnFunction, OwnFunctionError, chosen, forget, own_function
+from dapo.algorithm.own.loading import OwnFunction, OwnFunctionError
 from dapo.config.algorithm import AlgorithmConfig
-from dapo.config.schema import Config
 
 LENGTHS = (5, 2, 7, 1, 4)  # tokens of the responses
 ADVANTAGES = (1.2, -0.8, 0.5, -1.5, 0.9)
 FAR = 20.0  # nats: the largest log-ratio of the built-in losses
 RTOL, ATOL = 1e-4, 1e-6  # sums in another order differ by less, in float32
-
-
-def own_functions(cfg: Config) -> list[str]:
-    """Returns the problems of the user-defined functions, one line each."""
-    forget()
-    return list(_problems(cfg))
-
-
-def _problems(cfg: Config) -> Iterator[str]:
-    for key, value in chosen(cfg).items():
-        try:
-            own = own_function(key, value)
-            if key == "algorithm.policy_loss":
-                check_policy_loss(own, cfg.algorithm)
-        except (ValueError, OwnFunctionError) as error:
-            yield str(error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
