@@ -120,7 +120,7 @@ class CheckpointStore:
         """Finishes or undoes what a crash interrupted. Only for the run that owns the directory, before it reads.
 
         An intact sealed directory becomes the checkpoint of its step; one that was moved aside is restored if nothing
-        intact is in its place; other left-overs are removed. Raises UnreadableCheckpoint, before anything else is
+        intact is in its place; other left-overs are removed. Raises Unreadable, before anything else is
         removed, if it cannot tell what is intact.
         """
         if not self._root.is_dir():
@@ -155,7 +155,7 @@ class CheckpointStore:
         before: minutes if it is large.
 
         Raises ValueError if there are checkpoints but none is intact, because starting again would be a silent loss;
-        for the same reason UnreadableCheckpoint if one cannot be read that is newer than all intact ones.
+        for the same reason Unreadable if one cannot be read that is newer than all intact ones.
         """
         broken: list[str] = []
         for path in sorted(self._steps(), key=step_of, reverse=True):
@@ -176,7 +176,7 @@ class CheckpointStore:
         return self._origin
 
     def check(self, path: Path) -> None:
-        """Raises BrokenCheckpoint or UnreadableCheckpoint unless the checkpoint is intact. Hashes it only once."""
+        """Raises BrokenCheckpoint or Unreadable unless the checkpoint is intact. Hashes it only once."""
         if path not in self._faults:
             try:
                 verify(path)

@@ -29,8 +29,8 @@ class BrokenCheckpoint(RuntimeError):
     """A checkpoint is not as it was written; the message names the file."""
 
 
-class UnreadableCheckpoint(RuntimeError):
-    """A checkpoint could not be read and may be intact; the message names the file and what to do."""
+class Unreadable(RuntimeError):
+    """A file could not be read and may be intact; the message names it and what to do."""
 
 
 def seal(directory: Path) -> None:
@@ -73,21 +73,21 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 def verify(directory: Path) -> None:
     """Compares every file with the manifest; further files are only logged. Raises BrokenCheckpoint for the first that
-    differs or is missing, and UnreadableCheckpoint if I/O fails or another version of dapo wrote it."""
+    differs or is missing, and Unreadable if I/O fails or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
-        recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))
+        recorded = json.loads(readable(lambda: manifest.read_text(encoding="utf-8"), directory))
         version, files = recorded["format"], dict(recorded["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
     if recorded.get("sha256") != _checksum({"format": version, "files": files}):
         raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
     if version != FORMAT:
-        raise UnreadableCheckpoint(
+        raise Unreadable(
             f"{manifest} is of another dapo: it has format {version}, and this one reads format {FORMAT}; go on with "
             "that version, or move the checkpoint away, and the run goes on without it"
         )
-    if more := [name for name in _read(lambda: _files(directory), directory) if name not in files]:
+    if more := [name for name in readable(lambda: _files(directory), directory) if name not in files]:
         some = ", ".join(more[:3]) + (", ..." if len(more) > 3 else "")
         log.warning("%s also holds what the run has not written: %s", directory, some)
     with ThreadPoolExecutor(HASH_THREADS) as threads:
@@ -131,13 +131,13 @@ def _check_shards(metadata: Path) -> None:
 
 
 def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
-    """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises UnreadableCheckpoint."""
+    """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises Unreadable."""
     path = directory / name
     try:
-        size = _read(lambda: path.stat().st_size, directory)
+        size = readable(lambda: path.stat().st_size, directory)
         if size != recorded["bytes"]:
             return f"{path} has {size} bytes where {recorded['bytes']} were written"
-        if _read(lambda: _digest(path), directory) != recorded["sha256"]:
+        if readable(lambda: _digest(path), directory) != recorded["sha256"]:
             return f"{path} has other content than was written (sha256 differs)"
     except NOT_THERE as error:
         return f"{path} cannot be read ({error})"
@@ -146,17 +146,16 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     return ""
 
 
-def _read(read: Callable[[], T], directory: Path) -> T:
-    """Calls `read` with retries. Raises UnreadableCheckpoint, or one of `NOT_THERE`."""
+def readable(read: Callable[[], T], path: Path) -> T:
+    """Calls `read` with retries. Raises Unreadable with the name of `path`, or one of `NOT_THERE`."""
     try:
         return tried(read)
     except NOT_THERE:
         raise
     except OSError as error:
-        raise UnreadableCheckpoint(
-            f"{directory} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the "
-            "disk or the rights and give the same command again; or move that directory away, and the run goes on "
-            "without it"
+        raise Unreadable(
+            f"{path} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the disk or "
+            "the rights and give the same command again; or move it away, and the run goes on without it"
         ) from error
 
 

@@ -26,7 +26,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.driver_state import DriverState, Due, owes_evaluation
-from dapo.state.groups import note, read_groups, recover, write_groups
+from dapo.state.groups import FILE, note, read_groups, recover, write_groups
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.state.voided import Voided
@@ -45,7 +45,7 @@ class Captured:
 
     def write(self, directory: Path) -> None:
         """Writes all files, `driver.json` last."""
-        write_groups(directory, self.held)
+        write_groups(directory / FILE, self.held)
         self.order.write(directory)
         self.state.write(directory)
 
@@ -262,7 +262,7 @@ class Saver:
             await self._actors.load(str(directory / "actor"), state.version)
             if self._store.keeps_history:
                 await asyncio.to_thread(self._order.restore, directory, version=state.version)
-            held = await asyncio.to_thread(read_groups, directory, self._order.draw)
+            held = await asyncio.to_thread(read_groups, directory / FILE, self._order.draw)
         if not self._store.keeps_groups:  # their meaning has changed
             self.journal.remove()
             if held:

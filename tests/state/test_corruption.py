@@ -13,7 +13,7 @@ import pytest
 
 from dapo.state import manifest
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, verify
-from dapo.state.manifest import UnreadableCheckpoint
+from dapo.state.manifest import Unreadable
 from tests.support.state.claims import fails, write
 
 FILES = ("actor/.metadata", "actor/__0_0.distcp", "hf/model.safetensors", "driver.json")
@@ -160,7 +160,7 @@ def test_one_of_another_version_of_dapo_is_not_broken(version, tmp_path, store, 
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", version)
         save(store, 20, "weights")
-    with pytest.raises(UnreadableCheckpoint, match=rf"step_000020.* has format {version}, and this one reads format 3"):
+    with pytest.raises(Unreadable, match=rf"step_000020.* has format {version}, and this one reads format 3"):
         CheckpointStore(tmp_path, keep=3).latest()
     assert (tmp_path / "step_000020").is_dir()
 
@@ -186,7 +186,7 @@ def test_one_that_cannot_be_read_is_not_broken(owner, read, name, number, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, owner, read, 99, of=of_step_10(name), number=number)
         for _ in range(2):
-            with pytest.raises(UnreadableCheckpoint, match=rf"{directory} cannot be read .*step_000010.*tried 4 times"):
+            with pytest.raises(Unreadable, match=rf"{directory} cannot be read .*step_000010.*tried 4 times"):
                 store.latest()
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, owner, read, 3, of=of_step_10(name), number=number)
@@ -204,7 +204,7 @@ def test_what_a_crash_left_is_not_removed_while_nobody_knows_what_is_whole(left,
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, manifest, "_digest", 99, of=of_step_10("model.safetensors"))
         if in_place or left.endswith(".tmp"):
-            with pytest.raises(UnreadableCheckpoint, match="step_000010.* cannot be read"):
+            with pytest.raises(Unreadable, match="step_000010.* cannot be read"):
                 store.recover()
             assert sorted(path.name for path in tmp_path.rglob("*")) == there
     store.recover()
