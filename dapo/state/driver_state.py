@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dapo.ground.durable import NOT_THERE, tried
 from dapo.report.log import evaluated
@@ -20,13 +19,6 @@ class Due:
 
     evaluate: bool = False
     lines: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, values: Any) -> "Due":
-        due = cls(evaluate=values["evaluate"], lines=tuple(values["lines"]))
-        if type(due.evaluate) is not bool or not all(type(line) is str for line in due.lines):
-            raise ValueError(f"no evaluation and lines: {values}")
-        return due
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +42,8 @@ class DriverState:
         path = directory / DRIVER_STATE
         try:
             values = json.loads(tried(lambda: path.read_text(encoding="utf-8")))
-            buffer, due = BufferState.parse(values["buffer"]), Due.parse(values["due"])
+            buffer = BufferState.parse(values["buffer"])
+            due = Due(evaluate=values["due"]["evaluate"], lines=tuple(values["due"]["lines"]))
             return cls(version=int(values["version"]), buffer=buffer, due=due)
         except (*NOT_THERE, ValueError, TypeError, KeyError) as error:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Writes groups as Parquet, one row per response, and reads them: those that wait in a checkpoint, batches that steps have
-trained on, those that were set aside, and records of the journal.
+"""Writes groups as Parquet, one row per response, and reads them: those that wait in a checkpoint, batches that were
+trained on, groups that were set aside, and records of the journal.
 
 Prompts are found again by their draws; the column `prompt` (messages as JSON) is for people and to detect other data.
 """

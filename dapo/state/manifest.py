@@ -3,9 +3,7 @@ every file, and a checksum of its own. No library opens a file before this check
 
 import hashlib
 import json
-import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +11,9 @@ from typing import Any, TypeVar
 
 from dapo.ground.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
 
-log = logging.getLogger(__name__)
-
 FORMAT = 3  # also of the caller's files; a directory of another format is not opened
 MANIFEST = "manifest.json"
 DIGESTS = "*.sha256.json"  # from a writer that hashed its own files
-SHARDS_OF = ".metadata"  # DCP's index of the shards
-SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that index, a pickle that is searched as text
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint has hundreds of gigabytes
 
 T = TypeVar("T")
@@ -38,13 +32,10 @@ def seal(directory: Path) -> None:
 
     A file `*.sha256.json`, {name next to it: {"bytes": size, "sha256": hex}}, lists what its writer has hashed and
     synced itself: of these files only the sizes are compared. The lists are removed. Raises BrokenCheckpoint if a file
-    is missing that a writer or DCP's metadata names.
+    is missing that a writer names.
     """
     known = _taken_digests(directory)
     files = _files(directory)
-    for name in files:
-        if Path(name).name == SHARDS_OF:
-            _check_shards(directory / name)
     own = [name for name in files if name not in known]
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         digests = threads.map(lambda name: _digest(directory / name, sync=True), own)
@@ -72,7 +63,7 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares every file with the manifest; further files are only logged. Raises BrokenCheckpoint for the first that
+    """Compares every file with the manifest. Raises BrokenCheckpoint for the first that
     differs or is missing, and Unreadable if I/O fails or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
@@ -87,9 +78,6 @@ def verify(directory: Path) -> None:
             f"{manifest} is of another dapo: it has format {version}, and this one reads format {FORMAT}; go on with "
             "that version, or move the checkpoint away, and the run goes on without it"
         )
-    if more := [name for name in readable(lambda: _files(directory), directory) if name not in files]:
-        some = ", ".join(more[:3]) + (", ..." if len(more) > 3 else "")
-        log.warning("%s also holds what the run has not written: %s", directory, some)
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         for fault in threads.map(lambda item: _fault(directory, *item), files.items()):
             if fault:
@@ -120,16 +108,6 @@ def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
     return known
 
 
-def _check_shards(metadata: Path) -> None:
-    named = {name.decode() for name in SHARD.findall(metadata.read_bytes())}
-    missing = sorted(name for name in named if not metadata.with_name(name).is_file())
-    if missing:
-        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise BrokenCheckpoint(
-            f"{metadata.parent} lacks {some}, which its {SHARDS_OF} names; all ranks must share `trainer.output_dir`"
-        )
-
-
 def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises Unreadable."""
     path = directory / name
@@ -141,8 +119,6 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
             return f"{path} has other content than was written (sha256 differs)"
     except NOT_THERE as error:
         return f"{path} cannot be read ({error})"
-    except (KeyError, TypeError):
-        return f"{path} has no size and sha256 in {MANIFEST}"
     return ""
 
 

@@ -1,12 +1,9 @@
 """Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it. A
 resumed run is compared with the files (`ABOUT`) in its checkpoint; the error names the keys that differ."""
 
-import contextlib
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -117,7 +114,7 @@ class RunDirectory:
         if back is None and not self.store.steps():
             self._check_none_was_saved()
         if (newest := back or self.store.latest()) is not None or held:
-            self._before = _about(newest, self.path)
+            self._before = newest / ABOUT if newest else self.path
             self._compare(read_config(self._before / CONFIG, self._where))
         self._later = {} if held else None
         if back is not None and (later := self.store.go_back_to(back)):
@@ -137,12 +134,7 @@ class RunDirectory:
             )
 
     def _note_saved(self, step: int) -> None:
-        try:
-            write_text(self.path / SAVED, f"{step}\n")
-        except OSError as error:
-            log.warning(
-                "%s could not be written (%s); the checkpoint is complete all the same", self.path / SAVED, error
-            )
+        write_text(self.path / SAVED, f"{step}\n")
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
         """Applies `checkpoint.resume`, a path, unless this run has already resumed from there. Returns the checkpoint
@@ -257,22 +249,6 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
     return run
 
 
-@contextmanager
-def left_as_found(path: Path) -> Iterator[None]:
-    """If the start is refused before the run has files of its own, removes the directories that this block has made."""
-    made = [each for each in (path, *path.parents) if not each.exists()]
-    try:
-        yield
-    except ValueError:
-        with contextlib.suppress(OSError):
-            if made and {each.name for each in path.iterdir()} <= {LOCK, TOKEN, *COPIED}:
-                for each in path.iterdir():
-                    each.unlink()
-            for folder in made:  # the innermost first
-                folder.rmdir()
-        raise
-
-
 def holds_steps(path: Path) -> bool:
     """Whether a run made progress here: a checkpoint, a line of metrics or a group of the journal."""
     metrics = path / METRICS
@@ -295,11 +271,3 @@ def _refuse_strangers(path: Path, where: str) -> None:
             f"{where} is not empty ({', '.join(entries[:3])}{', ...' if len(entries) > 3 else ''}) and holds no "
             f"{CONFIG} of a dapo run; give a new directory"
         )
-
-
-def _about(checkpoint: Path | None, path: Path) -> Path:
-    """Returns the folder that describes the run of the checkpoint; without one, the run in `path`."""
-    if checkpoint is None:
-        return path
-    inside = checkpoint / ABOUT
-    return inside if (inside / CONFIG).is_file() else checkpoint.parent.parent
