@@ -1,5 +1,5 @@
 """Saves what each step trained on, and reads it back: `batches/step_NNNNNN.parquet` in the output directory.
-Groups are saved before the actors add to their rewards, in parallel with the update. `python -m dapo.replay` and runs
+Groups are saved before the actors add to their rewards. `python -m dapo.replay` and runs
 with `trainer.only=train` read them. A failed write stops only a run with `trainer.only=rollout`."""
 
 import asyncio
@@ -14,6 +14,7 @@ from dapo.data.order import PromptOrder
 from dapo.ground.clock import PhaseClock
 from dapo.ground.console import warn
 from dapo.ground.durable import free_space
+from dapo.ground.signals import finish
 from dapo.pools import Pools
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS
@@ -35,7 +36,6 @@ class Batches:
         self._directory = directory
         self._keep = keep
         self._visits_of = visits_of
-        self._writing: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, cfg: Config, output_dir: Path, visits_of: Callable[[Sequence[Group]], Visits]) -> "Batches":
@@ -43,23 +43,11 @@ class Batches:
         return cls(output_dir / BATCHES, keep, visits_of)
 
     async def put(self, step: int, groups: Sequence[Group]) -> None:
-        """Begins to write the batch of a step, once the previous batch is written. If all batches are kept, waits for
-        this one too, before the step counts, and raises RuntimeError if it cannot be written."""
-        await self.written()
-        if self._keep != 0:
-            visits = self._visits_of(groups)  # now: the update changes the prompt order
-            self._writing = asyncio.create_task(asyncio.to_thread(self._write_or_tell, step, groups, visits))
-        if self._keep is None:
-            await self.written()
-
-    async def written(self) -> None:
-        running, self._writing = self._writing, None
-        if running is not None:
-            await running
-
-    def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
+        """Writes the batch of a step. Raises RuntimeError if it cannot be written and all batches are kept."""
+        if self._keep == 0:
+            return
         try:
-            self._write(step, groups, visits)
+            await finish(asyncio.to_thread(self._write, step, groups, self._visits_of(groups)))
         except Exception as error:  # of any kind: the run continues without the batch
             why = f"{type(error).__name__}: {error}"
             if self._keep is None:
@@ -147,10 +135,7 @@ class SavedStream:
     def _read(self, step: int) -> list[Group]:
         path = _path(self._directory, step)
         if not path.is_file():
-            raise ValueError(
-                f"{self._directory} has no batch of step {step}; it has those of steps "
-                f"{ranges(steps_kept(self._directory)) or 'none'}"
-            )
+            raise ValueError(f"{self._directory} has no batch of step {step}; it has {steps_kept(self._directory)}")
         try:
             return [group for group, _ in read_groups(path, self._draw, know=self._know, check=True)]
         except OtherPrompt as error:
@@ -191,18 +176,3 @@ def stream_of(
         caps=response_caps(cfg.data.sources),
         on_filled=on_filled,
     )
-
-
-def ranges(steps: Sequence[int]) -> str:
-    """Formats sorted numbers as ranges.
-
-    >>> ranges([1, 2, 3, 7, 9, 10])
-    '1-3, 7, 9-10'
-    """
-    found: list[list[int]] = []
-    for step in steps:
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,23 +35,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit(change: Callable[[dict[str, Any], str], Any], name: str) -> Callable[[Path], None]:
-    """Changes the table of files in the manifest, with the key of the file of this name."""
-
-    def edited(path: Path) -> None:
-        content = json.loads(path.read_text())
-        change(content["files"], name)
-        path.write_text(json.dumps(content, indent=1))
-
-    return edited
-
-
-def without_entry_and_file(path: Path) -> None:
-    """Only the manifest itself can tell."""
-    edit(lambda files, name: files.pop(name), FILES[1])(path)
-    (path.parent / FILES[1]).unlink()
-
-
 OF_A_FILE = {
     "bit-flipped": (flip, "sha256 differs"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes where \d+ were written"),
@@ -60,17 +42,12 @@ OF_A_FILE = {
     "missing": (Path.unlink, "cannot be read"),
     "renamed": (lambda path: path.rename(path.with_name("other")), "cannot be read"),
 }
-GONE, EDITED = "is missing or cannot be read", "was changed after it was written"
+GONE = "is missing or cannot be read"
 OF_THE_MANIFEST = {
     "missing": (Path.unlink, GONE),
     "zero-length": (lambda path: path.write_bytes(b""), GONE),
     "cut": (lambda path: path.write_text(path.read_text()[:40]), GONE),
     "bit-flipped": (flip, GONE),
-    "another-format": (lambda p: p.write_text(json.dumps(json.loads(p.read_text()) | {"format": 99})), EDITED),
-    "entry-removed": (edit(lambda files, name: files.pop(name), FILES[0]), EDITED),
-    "entry-and-file-removed": (without_entry_and_file, EDITED),
-    "digest": (edit(lambda files, name: files[name].update(sha256="0" * 64), FILES[0]), EDITED),
-    "entry-no-entry": (edit(lambda files, name: files.update({name: 3}), FILES[2]), EDITED),
 }
 
 
@@ -96,7 +73,7 @@ def test_every_single_bit_of_the_manifest_that_means_something_counts(tmp_path, 
     original = path.read_bytes()
     for place in range(len(original)):
         path.write_bytes(original[:place] + bytes([original[place] ^ 2]) + original[place + 1 :])
-        with pytest.raises(BrokenCheckpoint):
+        with pytest.raises((BrokenCheckpoint, Unreadable)):
             verify(path.parent)
     path.write_bytes(original)
     verify(path.parent)
