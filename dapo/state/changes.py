@@ -36,11 +36,6 @@ def alters_course(key: str) -> bool:
     return _resume().get(key, "meaning") != "harmless"
 
 
-def covers(entry: str, key: str) -> bool:
-    """Whether `entry` is the key itself or a section around it."""
-    return f"{key}.".startswith(f"{entry}.")
-
-
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
     """Returns what differs, in the order of the configuration. there, here: as `dataclasses.asdict` of a `Config`, or
     parts of it. Not compared: other keys, and secrets, which a recorded configuration lacks."""
@@ -59,7 +54,8 @@ def check_accepted(accepted: Sequence[str]) -> None:
 
 
 def is_accepted(key: str, accepted: Iterable[str]) -> bool:
-    return any(covers(entry, key) for entry in accepted)
+    """Whether `accepted` has the key itself or a section around it."""
+    return any(f"{key}.".startswith(f"{entry}.") for entry in accepted)
 
 
 def value_of(config: Any, key: str, default: Any = None) -> Any:

@@ -53,9 +53,8 @@ class CheckpointStore:
         self._record = record
         self._guard = guard
         self._placed = placed
-        self._writing = asyncio.Lock()
         self._faults: dict[Path, str] = {}  # "": intact. Only this process writes here: nothing is hashed twice
-        self._back: tuple[Path, list[Path]] | None = None  # the checkpoint to go back to, and later ones still there
+        self._back: int | None = None  # the step to go back to: later ones count no more
         # Whether groups sampled before keep their meaning, and whether the prompt history is of the same prompts.
         self.keeps_groups = self.keeps_history = True
 
@@ -64,23 +63,22 @@ class CheckpointStore:
         """Yields a directory to write the checkpoint of `step` into: committed at the end, removed if the body raises.
 
         Hashing and moving runs in a thread, so that generation can go on. A checkpoint of the same step is replaced.
-        Later ones are renamed: they belong to a branch that resuming has abandoned. A second call waits for the first
-        one. A cancellation after the body is raised after the commit.
+        Later ones are renamed: they belong to a branch that resuming has abandoned. A cancellation after the body is
+        raised after the commit.
         """
-        async with self._writing:
-            self._guard()  # before clearing: another run may own the directory now
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            # A new name each time: a rank that still writes for an abandoned save must not write here.
-            temporary = self._root / f"step_{step:06d}.{secrets.token_hex(4)}{TEMPORARY}"
-            temporary.mkdir()
-            try:
-                yield temporary
-                with waiting(f"the checkpoint of step {step} to be hashed and moved into its place"):
-                    await finish(asyncio.to_thread(self._seal_and_commit, step, temporary))
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)  # already renamed if committed
-                raise
+        self._guard()  # before clearing: another run may own the directory now
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        # A new name each time: a rank that still writes for an abandoned save must not write here.
+        temporary = self._root / f"step_{step:06d}.{secrets.token_hex(4)}{TEMPORARY}"
+        temporary.mkdir()
+        try:
+            yield temporary
+            with waiting(f"the checkpoint of step {step} to be hashed and moved into its place"):
+                await finish(asyncio.to_thread(self._seal_and_commit, step, temporary))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # already renamed if committed
+            raise
 
     def _seal_and_commit(self, step: int, temporary: Path) -> None:
         fault_point("save.written")
@@ -188,18 +186,17 @@ class CheckpointStore:
         """Makes `path` the newest; returns the later ones, which stay until `leave_later`. Raises as `check` does."""
         self.check(path)
         later = sorted(found for found in self._steps() if step_of(found) > step_of(path))
-        self._back = path, later
+        self._back = step_of(path)
         return later
 
     def leave_later(self) -> None:
-        """Renames the checkpoints that `go_back_to` returned, so that no start finds them."""
-        if self._back is None:
-            return
-        path, later = self._back
-        for found in later:
-            self._leave(found)
-        write_text(self._root / LATEST, path.name + "\n")
-        self._back = None
+        """Renames the checkpoints after the one to go back to, so that no start finds them."""
+        back, self._back = self._back, None
+        if back is not None:
+            for path in self._steps():
+                if step_of(path) > back:
+                    self._leave(path)
+            write_text(self._root / LATEST, f"step_{back:06d}\n")
 
     def _leave(self, path: Path) -> None:
         left = path.with_name(path.name.replace("step_", LEFT, 1))
@@ -213,9 +210,8 @@ class CheckpointStore:
     def _steps(self) -> list[Path]:
         if not self._root.is_dir():
             return []
-        left = self._back[1] if self._back else []
-        there = [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path not in left]
-        return [path for path in there if path.is_dir()]
+        there = [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        return [path for path in there if self._back is None or step_of(path) <= self._back]
 
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)

@@ -1,5 +1,5 @@
-"""Writes groups as Parquet, one row per response, and reads them: those that wait in a checkpoint, batches that were
-trained on, groups that were set aside, and records of the journal.
+"""Turns groups into tables, one row per response, and back. Groups that wait in a checkpoint, batches that were trained
+on and groups that were set aside are Parquet files; a record of the journal is an Arrow stream, which takes less time.
 
 Prompts are found again by their draws; the column `prompt` (messages as JSON) is for people and to detect other data.
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +47,7 @@ class OtherPrompt(ValueError):
     """A group answers another prompt than its draw has in this run. Its only argument is the draw."""
 
 
-def write_groups(file: Path | IO[bytes], groups: Sequence[tuple[Group, int]], visits: Visits | None = None) -> None:
+def write_groups(file: Path, groups: Sequence[tuple[Group, int]], visits: Visits | None = None) -> None:
     """groups: each with the policy version at its start. visits: of their draws."""
     # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
     with pq.ParquetWriter(file, _SCHEMA, compression="none", use_dictionary=["prompt"]) as writer:
@@ -56,7 +56,7 @@ def write_groups(file: Path | IO[bytes], groups: Sequence[tuple[Group, int]], vi
 
 
 def read_groups(
-    file: Path | IO[bytes],
+    file: Path,
     draw: Callable[[int], Draw],
     *,
     know: Callable[[Visits], None] = lambda visits: None,
@@ -64,7 +64,12 @@ def read_groups(
 ) -> list[tuple[Group, int]]:
     """Returns what `write_groups` wrote, in its order. draw: of an index. know: called with the visits before `draw`.
     check: raise OtherPrompt if a prompt has changed."""
-    table = pq.read_table(file, schema=_SCHEMA)
+    return _groups(pq.read_table(file, schema=_SCHEMA), draw, know, check)
+
+
+def _groups(
+    table: pa.Table, draw: Callable[[int], Draw], know: Callable[[Visits], None], check: bool
+) -> list[tuple[Group, int]]:
     token_ids, logprobs = _arrays(table, "token_ids"), _arrays(table, "rollout_logprobs")
     rows = table.drop_columns(["token_ids", "rollout_logprobs"]).to_pylist()
     know({row["draw"]: row["visit"] for row in rows if row["visit"] is not None})
@@ -113,7 +118,8 @@ def note(journal: Journal, group: Group, started: int) -> None:
 
     def encoded() -> bytes:
         sink = io.BytesIO()
-        write_groups(sink, [(group, started)])
+        with pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            writer.write_table(_table([(group, started)], {}))
         return sink.getvalue()
 
     if max(started, newest_policy(group)) <= journal.version:
@@ -135,7 +141,8 @@ def recover(
     found: dict[int, tuple[Group, int, bytes]] = {}
     for record in journal.read(version):
         try:
-            ((group, started),) = read_groups(io.BytesIO(record), draw, check=True)
+            table = pa.ipc.open_stream(record).read_all()
+            ((group, started),) = _groups(table, draw, lambda visits: None, check=True)
         except OtherPrompt:
             continue
         index = group.draw.index

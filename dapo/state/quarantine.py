@@ -4,9 +4,8 @@ write does not stop a run."""
 
 import json
 import logging
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dapo.ground.durable import write_text
@@ -27,11 +26,10 @@ def set_aside(
     version: int,
     reason: str,
     message: str,
-    metrics: Mapping[str, float],
 ) -> Path | None:
     """Writes an entry and returns its directory; on failure only warns, and returns None. The newest `KEEP` entries
     stay. groups: each with the policy version at its start. version: that the update started from. message: the error,
-    or what was skipped. metrics: of the update, empty if it was refused."""
+    or what was skipped."""
     root = output_dir / QUARANTINE
     name = f"step_{version:06d}-{reason}"
     path, count = root / name, 1
@@ -41,9 +39,8 @@ def set_aside(
     try:
         path.mkdir(parents=True)
         write_groups(path / FILE, groups)
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         draws = [group.draw.index for group, _ in groups]
-        about = {"version": version, "reason": reason, "message": message, "metrics": finite, "draws": draws}
+        about = {"version": version, "reason": reason, "message": message, "draws": draws}
         write_text(path / WHY, json.dumps(about, indent=1) + "\n")
         for old in sorted(root.glob("step_*"), key=lambda each: each.stat().st_mtime_ns)[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)

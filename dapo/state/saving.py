@@ -51,12 +51,11 @@ class Captured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. groups: number of
-    its groups. journaled: number of groups that finished after it. owes_evaluation: of its policy."""
+    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. journaled:
+    number of groups that finished after it. owes_evaluation: of its policy."""
 
     version: int
     directory: Path | None
-    groups: int
     journaled: int
     owes_evaluation: bool
 
@@ -225,9 +224,7 @@ class Saver:
             self._tried_at = time.monotonic()
         self._version, self._groups, self._failed = version, _names(captured.held), 0
         self._logger.event("save", f"step {version}")
-        oldest = min(self._store.steps(), default=version)
-        self.journal.prune(oldest)
-        self.voided.prune(oldest)
+        self.journal.prune(min(self._store.steps(), default=version))
 
     async def _write_actors(self, directory: Path, version: int, *, at_once: bool) -> None:
         actor, export = str(directory / "actor"), str(directory / "hf")
@@ -283,9 +280,7 @@ class Saver:
         self._groups = _names(self._buffer.held()) & _names(held)
         self._logger.resume(state.version, state.due.lines)
         owed = directory is not None and owes_evaluation(directory, self._logger.output_dir)
-        return Resumed(
-            version=state.version, directory=directory, groups=len(held), journaled=len(since), owes_evaluation=owed
-        )
+        return Resumed(version=state.version, directory=directory, journaled=len(since), owes_evaluation=owed)
 
     def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:

@@ -69,12 +69,6 @@ class Voided:
         if len(later) < len(self._losses):
             self._change(self._groups, later)
 
-    def prune(self, oldest: int) -> None:
-        """Forgets updates before checkpoint `oldest`: no run goes back that far."""
-        later = [group for group in self._groups if group[0] >= oldest]
-        if len(later) < len(self._groups):
-            self._change(later, list(self._losses))
-
     def _change(self, groups: list[SetAside], losses: Sequence[Loss]) -> None:
         self._take(groups, Counter({loss: self._losses[loss] for loss in losses}))
         values = {"set_aside": groups, "losses": [[*loss, times] for loss, times in self._losses.items()]}

@@ -140,7 +140,7 @@ def test_the_groups_of_skipped_mini_batches_are_set_aside_and_no_others(world, s
     name, why, groups = world.read()
     assert name == "step_000001-nonfinite" and why["version"] == 1
     assert sorted(group.draw.index for group, _ in groups) == wanted and len(wanted) == 2 * len(skipped)
-    assert str(list(skipped)) in why["message"] and why["metrics"] == {"actor/loss": None, "a": 1.0}
+    assert str(list(skipped)) in why["message"]
 
 
 def test_too_many_skipped_steps_end_the_run(world):

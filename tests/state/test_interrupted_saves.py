@@ -154,25 +154,6 @@ def test_half_a_directory_goes(damage, tmp_path):
     assert text_of(recovered(root)) == "old" and steps_left(root) == ["step_000001"]
 
 
-def test_a_second_save_waits_for_the_first(tmp_path):
-    store, order = CheckpointStore(tmp_path, keep=0), []
-
-    async def slow(text: str) -> None:
-        async with store.writing(1) as directory:
-            order.append(f"begin {text}")
-            await asyncio.sleep(0.05)
-            (directory / "actor").mkdir()
-            (directory / WEIGHTS).write_text(text)
-            order.append(f"end {text}")
-
-    async def both() -> None:
-        await asyncio.gather(slow("first"), slow("second"))
-
-    asyncio.run(both())
-    assert order == ["begin first", "end first", "begin second", "end second"]
-    assert text_of(store) == "second" and steps_left(tmp_path) == ["step_000001"]
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_cancellation_while_it_is_sealed_does_not_undo_it(times, tmp_path, monkeypatch):
     """Everything is written already, and a thread that hashes cannot be stopped."""
