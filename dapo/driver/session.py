@@ -80,10 +80,14 @@ class Session(Around):
             self.evaluations.begin(self.version)
             while self.version < self._until:
                 await self.step()
+            await self._batches.written()
             if self.saver.is_behind(self.version):
                 await finish(self.save())
             async with self._limit.leaving("save"):  # the checkpoint records that the evaluation is due
                 await self.evaluations.finish()
+        except ActorsLost:
+            await self._batches.written()  # the next session writes the same files
+            raise
         finally:
             await self.evaluations.close()
             await self.stream.close()

@@ -1,5 +1,5 @@
 """Saves what each step trained on, and reads it back: `batches/step_NNNNNN.parquet` in the output directory.
-Groups are saved before the actors add to their rewards. `python -m dapo.replay` and runs
+Groups are saved before the actors add to their rewards, in parallel with the update. `python -m dapo.replay` and runs
 with `trainer.only=train` read them. A failed write stops only a run with `trainer.only=rollout`."""
 
 import asyncio
@@ -14,7 +14,6 @@ from dapo.data.order import PromptOrder
 from dapo.ground.clock import PhaseClock
 from dapo.ground.console import warn
 from dapo.ground.durable import free_space
-from dapo.ground.signals import finish
 from dapo.pools import Pools
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS
@@ -24,7 +23,6 @@ from dapo.state.groups import OtherPrompt, Visits, oldest_policy, read_groups, w
 from dapo.types import Collected, Draw, Group
 
 BATCHES = "batches"
-TEMPORARY = ".tmp"
 
 
 class Batches:
@@ -36,6 +34,7 @@ class Batches:
         self._directory = directory
         self._keep = keep
         self._visits_of = visits_of
+        self._writing: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, cfg: Config, output_dir: Path, visits_of: Callable[[Sequence[Group]], Visits]) -> "Batches":
@@ -43,11 +42,23 @@ class Batches:
         return cls(output_dir / BATCHES, keep, visits_of)
 
     async def put(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the batch of a step. Raises RuntimeError if it cannot be written and all batches are kept."""
-        if self._keep == 0:
-            return
+        """Begins to write the batch of a step, once the previous batch is written. If all batches are kept, waits for
+        this one too, before the step counts, and raises RuntimeError if it cannot be written."""
+        await self.written()
+        if self._keep != 0:
+            visits = self._visits_of(groups)  # now: the update changes the prompt order
+            self._writing = asyncio.create_task(self._write_or_tell(step, groups, visits))
+        if self._keep is None:
+            await self.written()
+
+    async def written(self) -> None:
+        running, self._writing = self._writing, None
+        if running is not None:
+            await running
+
+    async def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         try:
-            await finish(asyncio.to_thread(self._write, step, groups, self._visits_of(groups)))
+            await asyncio.to_thread(self._write, step, groups, visits)
         except Exception as error:  # of any kind: the run continues without the batch
             why = f"{type(error).__name__}: {error}"
             if self._keep is None:

@@ -33,7 +33,11 @@ TINY = "dapo_tiny"
 
 
 def put(batches: Batches, step: int, groups: list[Group]) -> None:
-    asyncio.run(batches.put(step, groups))
+    async def written() -> None:
+        await batches.put(step, groups)
+        await batches.written()
+
+    asyncio.run(written())
 
 
 def kept(folder: Path, *steps: int, keep: int | None = None) -> Path:
