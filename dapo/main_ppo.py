@@ -17,14 +17,14 @@ from omegaconf import DictConfig
 
 from dapo.config.checks import doubts
 from dapo.config.compose import check_shown, checked_overrides, to_config
-from dapo.config.paths import config_dir, output_path
+from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.ground.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.ground.signals import caught
 from dapo.ground.time_limit import TimeLimitReached
 from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
-from dapo.state.run_dir import claim_output_dir, left_as_found
+from dapo.state.run_dir import claim_output_dir
 
 
 def main() -> None:
@@ -70,11 +70,6 @@ def launch(cfg: Config) -> None:
     """Claims the output directory and trains the remaining steps. `trainer.max_hours` counts from here, because hashing
     the newest checkpoint takes minutes."""
     began = time.monotonic()
-    with left_as_found(output_path(cfg.trainer.output_dir)):
-        _launch(cfg, began)
-
-
-def _launch(cfg: Config, began: float) -> None:
     with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
         claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     with claimed as run_dir:

@@ -13,7 +13,7 @@ from dapo.algorithm.batch import advantages_of, build_batch, penalize_kl, refere
 from dapo.algorithm.objective import Constants, objective, rollout_correction
 from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig
 from dapo.config.schema import Config
-from dapo.state.groups import decode_group, encode_group, read_groups, write_groups
+from dapo.state.groups import FILE, read_groups, write_groups
 from dapo.types import Group, Mask, VersionSpan
 from tests.support.fakes import make_group
 from tests.support.training.plain_reference import TEMPERATURE, VOCABULARY, distance, make_config, make_model, reference
@@ -186,11 +186,10 @@ def test_masks_are_saved_and_groups_without_them_are_saved_as_ever(tmp_path):
     turns, plain = make_groups(unsampled=0.0)[0], make_group(1, [1.0, 0.0])
     groups = {group.draw.index: group for group in (turns, plain)}
     draw = lambda index: groups[index].draw  # noqa: E731
-    write_groups(tmp_path, [(turns, 3), (plain, 4)])
-    found = [*(group for group, _ in read_groups(tmp_path, draw)), decode_group(encode_group(turns, 3), draw)[0]]
-    for group, wanted in zip(found, (turns, plain, turns), strict=True):
+    write_groups(tmp_path / FILE, [(turns, 3), (plain, 4)])
+    found = [group for group, _ in read_groups(tmp_path / FILE, draw)]
+    for group, wanted in zip(found, (turns, plain), strict=True):
         for response, original in zip(group.responses, wanted.responses, strict=True):
             np.testing.assert_array_equal(response.token_mask, original.token_mask)
             np.testing.assert_array_equal(response.token_ids, original.token_ids)
-    assert b"token_mask" not in encode_group(plain, 4)
-    assert decode_group(encode_group(plain, 4), draw)[0].responses[0].token_mask is None
+    assert found[1].responses[0].token_mask is None

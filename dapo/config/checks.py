@@ -150,7 +150,7 @@ def _halves(cfg: Config) -> Iterator[str]:
             f"`trainer.only` is {cfg.trainer.only}, and `data.batches` ({folder or 'empty'}) is for train, which needs "
             "it: give both, as --train-only=RUN/batches does, or neither"
         )
-    elif folder and not any(Path(folder).expanduser().glob("step_*/groups.parquet")):
+    elif folder and not any(Path(folder).expanduser().glob("step_*.parquet")):
         yield (
             f"`data.batches` ({folder}) holds no batch; give the folder batches/ of a run with `checkpoint.batches` or "
             "--rollout-only"

@@ -37,7 +37,7 @@ class Refusals:
         """Sets the groups of a refused batch aside and returns their draws to the stream. Raises `error` when
         `MAX_IN_A_ROW` batches were refused one after the other."""
         self._voided.add(self._buffer.in_training(), version)
-        self._put(collected.groups, version, error.reason, str(error), {})
+        self._put(collected.groups, version, error.reason, str(error))
         self._buffer.refused()
         self._in_a_row += 1
         if self._in_a_row >= MAX_IN_A_ROW:
@@ -52,7 +52,7 @@ class Refusals:
         if times < MAX_LOSSES:
             return ActorsLost(f"{where}; once more with this batch, and it is set aside under {QUARANTINE}/")
         self._voided.add(self._buffer.in_training(), version)
-        path = self._put(collected.groups, version, "lost", str(error), {})
+        path = self._put(collected.groups, version, "lost", str(error))
         put = f"written to {path}" if path else f"not written to {QUARANTINE}/ (the log says why)"
         return ActorsLost(f"{where}, {times} times with the same batch, which is set aside: {put}")
 
@@ -65,12 +65,10 @@ class Refusals:
             minibatches, _ = deal(len(collected.groups), self._cfg, version=version)
             groups = [collected.groups[i] for k in updated.skipped for i in minibatches[k]]
             message = updated.stop or f"optimizer steps on mini-batches {list(updated.skipped)} were skipped"
-            self._put(groups, version, "nonfinite", message, updated.metrics)
+            self._put(groups, version, "nonfinite", message)
         if updated.stop:
             raise NotFinite(updated.stop)
 
-    def _put(
-        self, groups: Sequence[Group], version: int, reason: str, message: str, metrics: dict[str, float]
-    ) -> Path | None:
+    def _put(self, groups: Sequence[Group], version: int, reason: str, message: str) -> Path | None:
         started = [(group, version) for group in groups]
-        return set_aside(self._output_dir, started, version=version, reason=reason, message=message, metrics=metrics)
+        return set_aside(self._output_dir, started, version=version, reason=reason, message=message)

@@ -16,8 +16,7 @@ from dapo.ground.console import warn
 from dapo.report.log import METRICS, read_metrics
 from dapo.report.store.reader import Reader
 from dapo.report.store.schema import DATABASE, UNNAMED
-from dapo.state.inputs import read_inputs
-from dapo.state.run_dir import CONFIG, HEADER
+from dapo.state.run_dir import CONFIG, HEADER, read_inputs
 
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
 LOSSES = {  # texts of the warnings

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any
 
 from dapo.algorithm.fate import DROPPED, TRAINED
 from dapo.types import Group
@@ -65,18 +64,6 @@ class BufferState:
     def awaits(self, index: int, held: int) -> bool:
         """Whether the group of draw `index` is still to come. held: as in `drawn`."""
         return index in self.retry or index >= self.drawn(held)
-
-    @classmethod
-    def parse(cls, values: Any) -> "BufferState":
-        """Parses values from JSON. Raises TypeError or ValueError if they are invalid."""
-        state = cls(**values)
-        whole = [*state.retry, *state.draws.values(), *state.tokens.values(), state.drawn_now]
-        if not all(type(number) is int and number >= 0 for number in whole):
-            raise ValueError(f"counts that are no whole numbers: {whole}")
-        usable, draws = state.rate
-        if not 0 < usable <= draws:
-            raise ValueError(f"no rate: {state.rate}")
-        return state
 
 
 class Draws:

@@ -1,12 +1,9 @@
-"""Saves what each step trained on, and reads it back: `batches/step_NNNNNN/groups.parquet` in the output directory.
+"""Saves what each step trained on, and reads it back: `batches/step_NNNNNN.parquet` in the output directory.
 Groups are saved before the actors add to their rewards, in parallel with the update. `python -m dapo.replay` and runs
 with `trainer.only=train` read them. A failed write stops only a run with `trainer.only=rollout`."""
 
 import asyncio
-import hashlib
-import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dapo.algorithm.fate import TRAINED
@@ -21,15 +18,11 @@ from dapo.pools import Pools
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS
 from dapo.sampling.stream import GroupStream, Traffic, sampling_of
-from dapo.state.checkpoint import STEP_NAME, step_of
-from dapo.state.groups import oldest_policy, read_groups, write_groups
-from dapo.types import Collected, Draw, Group, Prompt
+from dapo.state.checkpoint import STEP_NAME
+from dapo.state.groups import OtherPrompt, Visits, oldest_policy, read_groups, write_groups
+from dapo.types import Collected, Draw, Group
 
 BATCHES = "batches"
-TEMPORARY = ".tmp"
-VISITS = "visits.json"  # beside the groups, with a curriculum
-PROMPTS = "prompts.json"  # beside the groups: digests of the prompts, which are not saved with the groups
-Visits = Mapping[int, int]
 
 
 class Batches:
@@ -54,7 +47,7 @@ class Batches:
         await self.written()
         if self._keep != 0:
             visits = self._visits_of(groups)  # now: the update changes the prompt order
-            self._writing = asyncio.create_task(asyncio.to_thread(self._write_or_tell, step, groups, visits))
+            self._writing = asyncio.create_task(self._write_or_tell(step, groups, visits))
         if self._keep is None:
             await self.written()
 
@@ -63,9 +56,9 @@ class Batches:
         if running is not None:
             await running
 
-    def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
+    async def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         try:
-            self._write(step, groups, visits)
+            await asyncio.to_thread(self._write, step, groups, visits)
         except Exception as error:  # of any kind: the run continues without the batch
             why = f"{type(error).__name__}: {error}"
             if self._keep is None:
@@ -77,35 +70,26 @@ class Batches:
             warn(f"the batch of step {step} was not kept for `dapo.replay`: {why}")
 
     def _write(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
-        path = self._directory / f"step_{step:06d}"
-        temporary = path.with_suffix(TEMPORARY)
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
-        temporary.mkdir(parents=True)
-        write_groups(temporary, [(group, step - 1) for group in groups])
-        digests = {group.draw.index: _digest(group.draw.prompt) for group in groups}
-        (temporary / PROMPTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
-        if visits:
-            (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
-        for left in _paths(self._directory):
-            if step_of(left) >= step:  # of a branch abandoned by resuming
-                shutil.rmtree(left, ignore_errors=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = _path(self._directory, step)
+        temporary = path.with_suffix(".tmp")
+        write_groups(temporary, [(group, step - 1) for group in groups], visits)
+        for left in steps_kept(self._directory):
+            if left > step:  # of a branch abandoned by resuming
+                _path(self._directory, left).unlink()
         temporary.replace(path)
         if self._keep:
-            for old in sorted(_paths(self._directory), key=step_of)[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            for old in steps_kept(self._directory)[: -self._keep]:
+                _path(self._directory, old).unlink()
 
 
-def _digest(prompt: Prompt) -> str:
-    """Digest of the conversation, which does not depend on a date in the chat template."""
-    return hashlib.blake2b(json.dumps(prompt.messages).encode(), digest_size=8).hexdigest()
-
-
-def _paths(directory: Path) -> list[Path]:
-    return [path for path in directory.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}.parquet"
 
 
 def steps_kept(directory: Path) -> list[int]:
-    return sorted(step_of(path) for path in _paths(directory))
+    found = [STEP_NAME.fullmatch(path.stem) for path in directory.glob("step_*.parquet")]
+    return sorted(int(name.group(1)) for name in found if name)
 
 
 def check_age(cfg: Config, last: int) -> None:
@@ -114,7 +98,7 @@ def check_age(cfg: Config, last: int) -> None:
     if cfg.algorithm.rollout_correction.mode != "none":
         return
     for step in [step for step in reversed(steps_kept(Path(cfg.data.batches))) if step <= last]:
-        age = step - 1 - oldest_policy(Path(cfg.data.batches) / f"step_{step:06d}", step - 1)
+        age = step - 1 - oldest_policy(_path(Path(cfg.data.batches), step), step - 1)
         if age > 0:
             raise ValueError(
                 f"`data.batches` ({cfg.data.batches}) has tokens that are {age} updates old at step {step}, and "
@@ -146,13 +130,7 @@ class SavedStream:
     async def collect(self) -> Collected:
         """Raises ValueError if the next step has no batch, or if its prompts are not those of its draws in this run."""
         step = self.buffer.version + 1
-        path = self._directory / f"step_{step:06d}"
-        groups = tuple(group for group, _ in await asyncio.to_thread(self._read, path))
-        if not groups:
-            raise ValueError(
-                f"{self._directory} has no batch of step {step}; it has those of steps "
-                f"{ranges(steps_kept(self._directory)) or 'none'}"
-            )
+        groups = tuple(await asyncio.to_thread(self._read, step))
         return Collected(
             drawn=groups,
             groups=groups,
@@ -165,22 +143,18 @@ class SavedStream:
             lost_tokens=0,
         )
 
-    def _read(self, path: Path) -> list[tuple[Group, int]]:
-        if (path / VISITS).is_file():
-            visits = json.loads((path / VISITS).read_text(encoding="utf-8"))
-            self._know({int(index): visit for index, visit in visits.items()})
-        groups = read_groups(path, self._draw)
-        if not (path / PROMPTS).is_file():  # written by an older version
-            return groups
-        digests = json.loads((path / PROMPTS).read_text(encoding="utf-8"))
-        for draw in [group.draw for group, _ in groups]:
-            if digests.get(str(draw.index)) != _digest(draw.prompt):
-                raise ValueError(
-                    f"`data.batches`: {path} answers another prompt than draw {draw.index} of this run has; give the "
-                    "`data.train_files` or `data.sources`, the `data.shuffle` and the `trainer.seed` of the run that "
-                    "wrote it, and whatever else decides about its prompts"
-                )
-        return groups
+    def _read(self, step: int) -> list[Group]:
+        path = _path(self._directory, step)
+        if not path.is_file():
+            raise ValueError(f"{self._directory} has no batch of step {step}; it has {steps_kept(self._directory)}")
+        try:
+            return [group for group, _ in read_groups(path, self._draw, know=self._know, check=True)]
+        except OtherPrompt as error:
+            raise ValueError(
+                f"`data.batches`: {path} answers another prompt than draw {error} of this run has; give the "
+                "`data.train_files` or `data.sources`, the `data.shuffle` and the `trainer.seed` of the run that "
+                "wrote it, and whatever else decides about its prompts"
+            ) from None
 
     def serving(self, version: int) -> None:
         self.buffer.serving(version)
@@ -213,18 +187,3 @@ def stream_of(
         caps=response_caps(cfg.data.sources),
         on_filled=on_filled,
     )
-
-
-def ranges(steps: Sequence[int]) -> str:
-    """Formats sorted numbers as ranges.
-
-    >>> ranges([1, 2, 3, 7, 9, 10])
-    '1-3, 7, 9-10'
-    """
-    found: list[list[int]] = []
-    for step in steps:
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -11,8 +11,6 @@ from dapo.config.names import hint, known_keys
 from dapo.config.schema import Config
 from dapo.ground.redact import redacted
 
-JUDGE = "reward.judge"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -38,25 +36,11 @@ def alters_course(key: str) -> bool:
     return _resume().get(key, "meaning") != "harmless"
 
 
-def covers(entry: str, key: str) -> bool:
-    """Whether `entry` is the key itself or a section around it."""
-    return f"{key}.".startswith(f"{entry}.")
-
-
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
     """Returns what differs, in the order of the configuration. there, here: as `dataclasses.asdict` of a `Config`, or
-    parts of it. Not compared: other keys, secrets, which a recorded configuration lacks, and the judge's keys if
-    neither uses a judge, because a default may have changed."""
+    parts of it. Not compared: other keys, and secrets, which a recorded configuration lacks."""
     before, after = values(redacted(there)), values(redacted(here))
-    asks = any(_asks_a_judge(each) for each in (before, after))
-    compared = [key for key in before if asks or not covers(JUDGE, key)]
-    return [Change(key=key, there=before[key], here=after[key]) for key in compared if before[key] != after[key]]
-
-
-def _asks_a_judge(config: dict[str, Any]) -> bool:
-    own = [source.get("functions") or [] for source in config["data.sources"] if isinstance(source, dict)]
-    functions = [function for some in (config["reward.functions"], *own) for function in some]
-    return any(isinstance(function, dict) and function.get("path") == "judge" for function in functions)
+    return [Change(key=key, there=before[key], here=after[key]) for key in before if before[key] != after[key]]
 
 
 def values(config: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +54,8 @@ def check_accepted(accepted: Sequence[str]) -> None:
 
 
 def is_accepted(key: str, accepted: Iterable[str]) -> bool:
-    return any(covers(entry, key) for entry in accepted)
+    """Whether `accepted` has the key itself or a section around it."""
+    return any(f"{key}.".startswith(f"{entry}.") for entry in accepted)
 
 
 def value_of(config: Any, key: str, default: Any = None) -> Any:

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dapo.ground.durable import NOT_THERE, tried
+from dapo.ground.durable import tried
 from dapo.report.log import evaluated
 from dapo.sampling.draws import BufferState
 
@@ -20,13 +19,6 @@ class Due:
 
     evaluate: bool = False
     lines: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, values: Any) -> "Due":
-        due = cls(evaluate=values["evaluate"], lines=tuple(values["lines"]))
-        if type(due.evaluate) is not bool or not all(type(line) is str for line in due.lines):
-            raise ValueError(f"no evaluation and lines: {values}")
-        return due
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,21 +38,12 @@ class DriverState:
 
     @classmethod
     def read(cls, directory: Path) -> "DriverState":
-        """Raises ValueError if `driver.json` is missing or invalid, OSError if it cannot be read but may be valid."""
-        path = directory / DRIVER_STATE
-        try:
-            values = json.loads(tried(lambda: path.read_text(encoding="utf-8")))
-            buffer, due = BufferState.parse(values["buffer"]), Due.parse(values["due"])
-            return cls(version=int(values["version"]), buffer=buffer, due=due)
-        except (*NOT_THERE, ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path} is no state of the driver ({error!r}); remove this checkpoint's directory to continue from "
-                "the one before it"
-            ) from error
+        values = json.loads(tried(lambda: (directory / DRIVER_STATE).read_text(encoding="utf-8")))
+        due = Due(evaluate=values["due"]["evaluate"], lines=tuple(values["due"]["lines"]))
+        return cls(version=values["version"], buffer=BufferState(**values["buffer"]), due=due)
 
 
 def owes_evaluation(directory: Path, output_dir: Path) -> bool:
-    """Whether the run in output_dir ended before it had evaluated the policy saved in `directory`. Raises
-    ValueError."""
+    """Whether the run in output_dir ended before it had evaluated the policy saved in `directory`."""
     state = DriverState.read(directory)
     return state.due.evaluate and not evaluated(output_dir, state.version)

@@ -1,14 +1,12 @@
 """Keeps what finished since the last checkpoint: a file of records to which a thread appends.
 
-    append ─▶ queue ─▶ thread: encode, write at once, fsync once a second ─▶ journal/after_VERSION.log ─▶ read
+    append ─▶ queue ─▶ thread: encode, write, sync ─▶ journal/after_VERSION.log ─▶ read
 
-The event loop never waits for it. Each record has its own frame of mark, length, digest and bytes; the digest is keyed
-by the settings of the run. A frame that is torn, damaged or of other settings is skipped: reading goes on at the next
-mark.
+The event loop never waits for it. Each record has a frame of length, digest and bytes; the digest is keyed by the
+settings of the run. Reading a file ends at the first frame that is torn, damaged or of other settings.
 
 A segment opens when a checkpoint captures the state, so that `after_VERSION.log` and later ones hold what that
-checkpoint lacks. If the process dies, all records that the thread has written are kept; if the machine crashes, those
-of the last second or two are lost.
+checkpoint lacks.
 """
 
 import contextlib
@@ -18,29 +16,23 @@ import queue
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
-from dapo.ground.durable import NOT_THERE, TRIES, sync_directory, tried
+from dapo.ground.durable import sync_directory
+from dapo.state.manifest import readable
 
 JOURNAL = "journal"
-FORMAT = 1  # of frames and their content; other formats are not read
-MARK = b"\xff\xfeDAPO\xfe\xff"  # occurs neither in UTF-8 text nor in an array of token ids
+FORMAT = 2  # of frames and their content; other formats are not read
 LENGTH_BYTES, DIGEST_BYTES = 8, 16
-HEAD_BYTES = len(MARK) + LENGTH_BYTES + DIGEST_BYTES
+HEAD_BYTES = LENGTH_BYTES + DIGEST_BYTES
 NAME = re.compile(r"after_(\d{6,})\.log")
 TEMPORARY = ".tmp"
-SYNC_S = 1.0
 CLOSE_S = 30.0
-MAX_WAITING_BYTES = 1 << 30  # held in memory while a slow disk is behind
+MAX_WAITING = 1000  # records in memory while a slow disk is behind; further ones are left out
 
 Encode = Callable[[], bytes]
-
-
-class UnreadableJournal(RuntimeError):
-    """A segment cannot be read now and may be intact: a start must not write over it."""
 
 
 class Journal:
@@ -54,34 +46,19 @@ class Journal:
         self._directory = directory
         self._key = hashlib.blake2b(f"{FORMAT}/{settings}".encode()).digest()
         self._warn = warn
-        self._queue: queue.SimpleQueue[_Record | _Segment | None] = queue.SimpleQueue()  # None: the end
-        self._put = self._taken = 0  # bytes, counted by the caller and by the thread
+        self._queue: queue.SimpleQueue[Encode | tuple[Path, str] | None] = queue.SimpleQueue()  # tuple: a segment
         self._thread: threading.Thread | None = None
-        self._segment: _Segment | None = None
-        self._behind = False
 
     def read(self, version: int) -> list[bytes]:
-        """Returns the records of all segments from `version` on, and warns of damage. Raises UnreadableJournal."""
+        """Returns the records of all segments from `version` on, and warns of damage. Raises Unreadable."""
         records: list[bytes] = []
-        damaged: list[str] = []
         for path in self._segments(version):
-            try:
-                data = tried(path.read_bytes)
-            except NOT_THERE as error:
-                damaged.append(f"{path} cannot be read ({error})")
-                continue
-            except OSError as error:
-                raise UnreadableJournal(
-                    f"{path} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the "
-                    "disk or the rights and give the same command again; or move that file away, and its groups are "
-                    "generated again"
-                ) from error
+            data = readable(path.read_bytes, path)
             found, lost = whole_records(data, self._key)
             records += found
             if lost:
-                damaged.append(f"{lost} of {len(data)} bytes of {path} are damaged or of other settings")
-        if damaged:
-            self._warn(f"groups of the journal are generated again: {'; '.join(damaged)}")
+                lines = f"{lost} of {len(data)} bytes of {path} are damaged or of other settings"
+                self._warn(f"groups of the journal are generated again: {lines}")
         return records
 
     def restart(self, version: int, records: Sequence[bytes]) -> None:
@@ -92,8 +69,7 @@ class Journal:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
-                for record in records:
-                    file.write(framed(record, self._key))
+                file.writelines(framed(record, self._key) for record in records)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -109,22 +85,11 @@ class Journal:
         """What is appended from now on follows checkpoint `version`; called when its state is captured."""
         if version != self.version:
             self._open(version, "wb")
-        elif self._segment is not None and self._segment.failed:
-            self._open(version, "ab")
 
-    def append(self, encode: Encode, size: int) -> None:
-        """Queues one record; the thread calls `encode`. size: bytes held in memory until then. Drops the record without
-        an open segment, and if the disk has failed or is far behind."""
-        if self._segment is None or self._segment.failed:
-            return
-        waiting = self._put - self._taken
-        if waiting and waiting + size > MAX_WAITING_BYTES:
-            if not self._behind:
-                self._warn(f"the journal leaves groups out: {self._directory} is {waiting >> 20} MiB behind")
-            self._behind = True
-            return
-        self._put += size
-        self._queue.put(_Record(encode, size))
+    def append(self, encode: Encode) -> None:
+        """Queues one record; the thread calls `encode`. Drops it without an open segment."""
+        if self.version >= 0 and self._queue.qsize() < MAX_WAITING:
+            self._queue.put(encode)
 
     def prune(self, oldest: int) -> None:
         for path in self._segments(0):
@@ -136,7 +101,7 @@ class Journal:
         self.prune(sys.maxsize)
 
     def close(self) -> None:
-        thread, self._thread, self._segment, self.version = self._thread, None, None, -1
+        thread, self._thread, self.version = self._thread, None, -1
         if thread is None:
             return
         self._queue.put(None)
@@ -145,40 +110,32 @@ class Journal:
             self._warn(f"the journal under {self._directory} was not written to its end within {CLOSE_S:g} s")
 
     def _open(self, version: int, mode: str) -> None:
-        self.version, self._segment = version, _Segment(self._path(version), mode, self._key)
+        self.version = version
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
             self._thread.start()
-        self._queue.put(self._segment)
+        self._queue.put((self._path(version), mode))
 
     def _write(self) -> None:
-        segment: _Segment | None = None
-        ended = False
-        while not ended:
-            item: _Record | _Segment | None = None
+        file: IO[bytes] | None = None  # None: not open, or a write has failed
+        while (item := self._queue.get()) is not None:
             try:
-                item = self._queue.get(timeout=SYNC_S)
-                ended = item is None
-            except queue.Empty:
-                pass
-            try:
-                if isinstance(item, _Segment):
-                    if segment is not None:
-                        segment.close()
-                    segment = item
-                    segment.open()
-                elif segment is not None and not segment.failed:
-                    if item is not None:
-                        segment.append(item.encode())
-                    segment.sync(at_once=ended)
+                if isinstance(item, tuple):
+                    _close(file)
+                    file, (path, mode) = None, item
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    file = path.open(mode)
+                    sync_directory(path.parent)
+                elif file is not None:
+                    file.write(framed(item(), self._key))
+                    file.flush()
+                    if self._queue.empty():
+                        os.fsync(file.fileno())
             except Exception as error:  # of any kind: the run continues without a journal
-                assert segment is not None
-                segment.failed = True
                 self._warn(f"no journal until the next checkpoint: {type(error).__name__}: {error}")
-            if isinstance(item, _Record):
-                self._taken += item.size
-        if segment is not None:
-            segment.close()
+                _close(file)
+                file = None
+        _close(file)
 
     def _path(self, version: int) -> Path:
         return self._directory / f"after_{version:06d}.log"
@@ -190,48 +147,6 @@ class Journal:
         return sorted((path for path in paths if _version_of(path) >= version), key=_version_of)
 
 
-class _Record(NamedTuple):
-    encode: Encode
-    size: int
-
-
-class _Segment:
-    def __init__(self, path: Path, mode: str, key: bytes) -> None:
-        self.failed = False
-        self._path = path
-        self._mode = mode
-        self._key = key
-        self._file: IO[bytes] | None = None
-        self._dirty = False
-        self._synced_at = 0.0
-
-    def open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open(self._mode, buffering=0)
-        sync_directory(self._path.parent)
-
-    def append(self, record: bytes) -> None:
-        assert self._file is not None
-        rest = memoryview(framed(record, self._key))
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        self._dirty = True
-
-    def sync(self, *, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if self._file is not None and self._dirty and (at_once or now - self._synced_at >= SYNC_S):
-            os.fsync(self._file.fileno())
-            self._dirty, self._synced_at = False, now
-
-    def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self.sync(at_once=True)
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-
-
 def holds_groups(output_dir: Path) -> bool:
     """Whether a run has left records in its directory, even damaged ones: they may have taken hours."""
     return any(path.stat().st_size for path in (output_dir / JOURNAL).glob("after_*.log"))
@@ -239,36 +154,34 @@ def holds_groups(output_dir: Path) -> bool:
 
 def framed(record: bytes, key: bytes) -> bytes:
     length = len(record).to_bytes(LENGTH_BYTES, "little")
-    return b"".join((MARK, length, _digest(length, record, key), record))
+    return b"".join((length, _digest(record, key), record))
 
 
 def whole_records(data: bytes, key: bytes) -> tuple[list[bytes], int]:
-    """Returns the intact records of a segment, and the number of bytes that belong to none."""
+    """Returns the records of a segment up to the first damaged one, and the number of bytes from there on."""
     records: list[bytes] = []
-    view = memoryview(data)
-    lost = start = 0
+    start = 0
     while start < len(data):
-        at = data.find(MARK, start)
-        if at < 0:
-            at = len(data)
-        lost += at - start
-        head = view[at + len(MARK) : at + HEAD_BYTES]
-        length, digest = head[:LENGTH_BYTES], head[LENGTH_BYTES:]
-        end = at + HEAD_BYTES + int.from_bytes(length, "little")
-        record = view[at + HEAD_BYTES : end]
-        if at < len(data) and end <= len(data) and _digest(length, record, key) == digest:
-            records.append(bytes(record))
-            start = end
-        else:
-            start = min(at + 1, len(data))
-            lost += start - at
-    return records, lost
+        head = start + HEAD_BYTES
+        end = head + int.from_bytes(data[start : start + LENGTH_BYTES], "little")
+        record = data[head:end]
+        if end > len(data) or _digest(record, key) != data[start + LENGTH_BYTES : head]:
+            break
+        records.append(record)
+        start = end
+    return records, len(data) - start
 
 
-def _digest(length: bytes | memoryview, record: bytes | memoryview, key: bytes) -> bytes:
-    digest = hashlib.blake2b(length, key=key, digest_size=DIGEST_BYTES)
-    digest.update(record)
-    return digest.digest()
+def _digest(record: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(record, key=key, digest_size=DIGEST_BYTES).digest()
+
+
+def _close(file: IO[bytes] | None) -> None:
+    if file is not None:
+        with contextlib.suppress(OSError):
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def _version_of(path: Path) -> int:

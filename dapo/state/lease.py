@@ -21,34 +21,27 @@ LOCK, LEASE = ".lock", ".lease"
 BEAT_S = 5.0
 STALE_S = 60.0  # a busy file system may delay a touch
 POLL_S = 1.0
-SETTLE_S = 2.0  # in which two that take over at once see who was last
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts of one name, and after a restart of a host
 
 
 def hold(path: Path, where: str) -> tuple[TextIO, "Lease"]:
     """Takes lock and lease of a directory. where: the directory, for the ValueError that a live run raises."""
-    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
-    lease = Lease(path / LEASE)
+    lock, lease = (path / LOCK).open("a+", encoding="utf-8"), Lease(path / LEASE)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks when the process dies
         except BlockingIOError as error:
-            lock.seek(0)
-            raise LeaseHeld(lock.read().strip() or "another process") from error
+            raise LeaseHeld(_described(_owner(lease.path))) from error
         except OSError as error:
             log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
-            locked = False
-        lock.seek(0)
-        lock.truncate()
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        lease.take(locked=locked)
-    except BaseException as error:
+        lease.take()
+    except LeaseHeld as error:
         lock.close()
-        if isinstance(error, LeaseHeld):
-            raise ValueError(
-                f"{where} is in use by a live run ({error}); wait for it, or give another `trainer.output_dir`"
-            ) from error
+        raise ValueError(
+            f"{where} is in use by a live run ({error}); wait for it, or give another `trainer.output_dir`"
+        ) from error
+    except BaseException:
+        lock.close()
         raise
     return lock, lease
 
@@ -62,48 +55,41 @@ class LeaseLost(RuntimeError):
 
 
 class Lease:
-    """Holds the file and touches it in its own thread, until `release` or until another run has taken it."""
+    """Holds the file and touches it in its own thread, until `release` or until another run has taken it. Of two runs
+    that take it at once, the first one finds at its next touch or check that it has lost it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._token = secrets.token_hex(16)
         self._ended = threading.Event()
         self._lost = ""
         self._when_lost: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._beat, name="lease of the output directory", daemon=True)
 
-    def take(self, *, locked: bool) -> None:
-        """Takes the lease: at once if there is none, or if its owner is known to be dead.
-
-        Otherwise watches the file for at most `STALE_S` seconds; raises LeaseHeld as soon as it changes. locked: this
-        process holds the kernel's lock, so that no other on this host takes over at the same time. (It does not prove
-        that the owner has ended: the lock file of a live run may have been removed.)
-        """
-        if not self._created():
-            owner = _owner(self._path)
-            if not _is_here(owner) or _is_alive(owner):
-                self._watch(owner)
-            self._write()
-            if not (_is_here(owner) and locked):
-                time.sleep(SETTLE_S)
-            if _owner(self._path).get("token") != self._token:
-                raise LeaseHeld(_described(_owner(self._path)))
+    def take(self) -> None:
+        """Takes the lease: at once if there is none, or if its owner was a process of this host that has ended.
+        Otherwise watches the file for `STALE_S` seconds; raises LeaseHeld as soon as it changes."""
+        owner = _owner(self.path)
+        here = (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
+        if owner and not (here and not Path(f"/proc/{owner.get('pid')}").exists()):
+            self._watch(owner)
+        self._write()
         self._thread.start()
 
     def _watch(self, owner: dict[str, str]) -> None:
-        seen, until = _state(self._path), time.monotonic() + STALE_S
+        seen, until = _touched(self.path), time.monotonic() + STALE_S
         log.warning(
             "%s holds %s; waiting at most %.0f s for a sign of life, then this run takes over; where that one has "
             "surely ended, remove %s and this one goes on at once",
-            *(_described(owner), self._path.parent, STALE_S, self._path.name),
+            *(_described(owner), self.path.parent, STALE_S, self.path.name),
         )
         while time.monotonic() < until:
             time.sleep(POLL_S)
-            now = _state(self._path)
+            now = _touched(self.path)
             if now is None:  # released
                 return
             if now != seen:
-                raise LeaseHeld(_described(_owner(self._path)))
+                raise LeaseHeld(_described(_owner(self.path)))
 
     def check(self) -> None:
         if not self._lost and not self._ended.is_set():
@@ -122,80 +108,60 @@ class Lease:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * BEAT_S)
         with contextlib.suppress(OSError):
-            if _owner(self._path).get("token") == self._token:
-                self._path.unlink()
+            if _owner(self.path).get("token") == self._token:
+                self.path.unlink()
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        while not self._lost and not self._ended.wait(BEAT_S):
             self._look()
-            if self._lost:
-                for call in self._when_lost:
-                    call()
-                return
+        if self._lost:
+            for call in self._when_lost:
+                call()
 
     def _look(self) -> None:
         """Touches the file if it is ours, by its descriptor, so that one that has replaced it is left alone."""
         try:
-            try:
-                with self._path.open("rb") as file:
-                    owner = _parsed(file.read())
-                    if owner.get("token") == self._token:
-                        os.utime(file.fileno())  # needs no space on a full disk
-                if not owner:  # emptied or damaged: another run would have put a complete file in its place
-                    self._write()
-                    return
-            except FileNotFoundError:
-                owner = {"token": self._token} if self._created() else _owner(self._path)
+            if not self.path.exists():  # somebody has removed it
+                self._write()
+            with self.path.open("rb") as file:
+                owner = _parsed(file.read())
+                if owner.get("token") == self._token:
+                    os.utime(file.fileno())  # needs no space on a full disk
+                elif owner:
+                    by = _described(owner)
+                    self._lost = f"{self.path.parent} was taken over by {by}; this run writes nothing any more"
         except OSError as error:
-            log.warning("%s cannot be touched (%s); another host may take the directory over", self._path, error)
-            return
-        if owner.get("token") != self._token:
-            self._lost = f"{self._path.parent} was taken over by {_described(owner)}; this run writes nothing any more"
+            log.warning("%s cannot be touched (%s); another host may take the directory over", self.path, error)
 
-    def _created(self) -> bool:
-        """Writes the file if there is none."""
-        try:
-            self._write(os.link)  # atomic on the server of a network file system
-        except (FileExistsError, FileNotFoundError):  # the second: the directory itself was removed
-            return False
-        except OSError:  # a file system without hard links
-            if self._path.exists():
-                return False
-            self._write()
-        return True
-
-    def _write(self, move: Callable[[Path, Path], object] = os.replace) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{self._token}")
-        pid = str(os.getpid())
-        about = {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "token": self._token}
-        about |= {"started": _started(pid), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        try:
-            temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
-            move(temporary, self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    def _write(self) -> None:
+        temporary = self.path.with_name(f"{self.path.name}.{self._token}")
+        about = {"host": socket.gethostname(), "boot": _boot(), "pid": str(os.getpid()), "token": self._token}
+        about["since"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        temporary.replace(self.path)
 
 
-def _state(path: Path) -> tuple[bytes, int] | None:
-    """Returns content and time of the file, None without one. Opening it makes a network file system ask its server."""
+def _touched(path: Path) -> int | None:
+    """Returns the time of the file, None without one. Opening it makes a network file system ask its server."""
     try:
         with path.open("rb") as file:
-            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+            return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
 
 
 def _owner(path: Path) -> dict[str, str]:
-    state = _state(path)
-    return {} if state is None else _parsed(state[0])
+    try:
+        return _parsed(path.read_bytes())
+    except FileNotFoundError:
+        return {}
 
 
 def _parsed(content: bytes) -> dict[str, str]:
     try:
-        owner = json.loads(content)
-    except ValueError:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
         return {}
-    return {str(key): str(value) for key, value in owner.items()} if isinstance(owner, dict) else {}
 
 
 def _described(owner: dict[str, str]) -> str:
@@ -204,29 +170,5 @@ def _described(owner: dict[str, str]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
 
 
-def _is_here(owner: dict[str, str]) -> bool:
-    return (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
-
-
-def _is_alive(owner: dict[str, str]) -> bool:
-    """Compares start times too: the process id may have been reused."""
-    started = _started(owner.get("pid", ""))
-    return started != "" and owner.get("started", started) == started
-
-
-def _started(pid: str) -> str:
-    """Returns when a process of this host started, in clock ticks since boot (proc(5)); "" if it has ended."""
-    try:
-        text = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return ""
-    state, *fields = text.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie has ended
-
-
 def _boot() -> str:
-    """Returns the boot id, which differs between hosts of one name, and after a restart of a host."""
-    try:
-        return BOOT_ID.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else ""

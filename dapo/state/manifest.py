@@ -1,11 +1,9 @@
 """Seals a directory with a list of its files, and verifies a sealed directory. `manifest.json` has size and SHA-256 of
-every file, and a checksum of its own. No library opens a file before this check."""
+every file. No library opens a file before this check."""
 
 import hashlib
 import json
-import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +11,9 @@ from typing import Any, TypeVar
 
 from dapo.ground.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
 
-log = logging.getLogger(__name__)
-
 FORMAT = 3  # also of the caller's files; a directory of another format is not opened
 MANIFEST = "manifest.json"
 DIGESTS = "*.sha256.json"  # from a writer that hashed its own files
-SHARDS_OF = ".metadata"  # DCP's index of the shards
-SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that index, a pickle that is searched as text
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint has hundreds of gigabytes
 
 T = TypeVar("T")
@@ -29,8 +23,8 @@ class BrokenCheckpoint(RuntimeError):
     """A checkpoint is not as it was written; the message names the file."""
 
 
-class UnreadableCheckpoint(RuntimeError):
-    """A checkpoint could not be read and may be intact; the message names the file and what to do."""
+class Unreadable(RuntimeError):
+    """A file could not be read and may be intact; the message names it and what to do."""
 
 
 def seal(directory: Path) -> None:
@@ -38,13 +32,10 @@ def seal(directory: Path) -> None:
 
     A file `*.sha256.json`, {name next to it: {"bytes": size, "sha256": hex}}, lists what its writer has hashed and
     synced itself: of these files only the sizes are compared. The lists are removed. Raises BrokenCheckpoint if a file
-    is missing that a writer or DCP's metadata names.
+    is missing that a writer names.
     """
     known = _taken_digests(directory)
     files = _files(directory)
-    for name in files:
-        if Path(name).name == SHARDS_OF:
-            _check_shards(directory / name)
     own = [name for name in files if name not in known]
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         digests = threads.map(lambda name: _digest(directory / name, sync=True), own)
@@ -56,7 +47,7 @@ def seal(directory: Path) -> None:
         sync_directory(folder)
     entries = known | hashed
     content = {"format": FORMAT, "files": {name: entries[name] for name in files}}
-    write_text(directory / MANIFEST, json.dumps(content | {"sha256": _checksum(content)}, indent=1) + "\n")
+    write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def leave_digests(paths: Sequence[Path], writer: str) -> None:
@@ -72,24 +63,19 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares every file with the manifest; further files are only logged. Raises BrokenCheckpoint for the first that
-    differs or is missing, and UnreadableCheckpoint if I/O fails or another version of dapo wrote it."""
+    """Compares every file with the manifest. Raises BrokenCheckpoint for the first that differs or is missing, and
+    Unreadable if I/O fails or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
-        recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))
+        recorded = json.loads(readable(lambda: manifest.read_text(encoding="utf-8"), directory))
         version, files = recorded["format"], dict(recorded["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
-    if recorded.get("sha256") != _checksum({"format": version, "files": files}):
-        raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
     if version != FORMAT:
-        raise UnreadableCheckpoint(
+        raise Unreadable(
             f"{manifest} is of another dapo: it has format {version}, and this one reads format {FORMAT}; go on with "
             "that version, or move the checkpoint away, and the run goes on without it"
         )
-    if more := [name for name in _read(lambda: _files(directory), directory) if name not in files]:
-        some = ", ".join(more[:3]) + (", ..." if len(more) > 3 else "")
-        log.warning("%s also holds what the run has not written: %s", directory, some)
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         for fault in threads.map(lambda item: _fault(directory, *item), files.items()):
             if fault:
@@ -99,10 +85,6 @@ def verify(directory: Path) -> None:
 def _files(directory: Path) -> list[str]:
     names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
     return sorted(name for name in names if name != MANIFEST)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
@@ -120,24 +102,14 @@ def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
     return known
 
 
-def _check_shards(metadata: Path) -> None:
-    named = {name.decode() for name in SHARD.findall(metadata.read_bytes())}
-    missing = sorted(name for name in named if not metadata.with_name(name).is_file())
-    if missing:
-        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise BrokenCheckpoint(
-            f"{metadata.parent} lacks {some}, which its {SHARDS_OF} names; all ranks must share `trainer.output_dir`"
-        )
-
-
 def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
-    """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises UnreadableCheckpoint."""
+    """Returns what is wrong with a file, or "". The cheap size check finds most faults. Raises Unreadable."""
     path = directory / name
     try:
-        size = _read(lambda: path.stat().st_size, directory)
+        size = readable(lambda: path.stat().st_size, directory)
         if size != recorded["bytes"]:
             return f"{path} has {size} bytes where {recorded['bytes']} were written"
-        if _read(lambda: _digest(path), directory) != recorded["sha256"]:
+        if readable(lambda: _digest(path), directory) != recorded["sha256"]:
             return f"{path} has other content than was written (sha256 differs)"
     except NOT_THERE as error:
         return f"{path} cannot be read ({error})"
@@ -146,17 +118,16 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     return ""
 
 
-def _read(read: Callable[[], T], directory: Path) -> T:
-    """Calls `read` with retries. Raises UnreadableCheckpoint, or one of `NOT_THERE`."""
+def readable(read: Callable[[], T], path: Path) -> T:
+    """Calls `read` with retries. Raises Unreadable with the name of `path`, or one of `NOT_THERE`."""
     try:
         return tried(read)
     except NOT_THERE:
         raise
     except OSError as error:
-        raise UnreadableCheckpoint(
-            f"{directory} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the "
-            "disk or the rights and give the same command again; or move that directory away, and the run goes on "
-            "without it"
+        raise Unreadable(
+            f"{path} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the disk or "
+            "the rights and give the same command again; or move it away, and the run goes on without it"
         ) from error
 
 

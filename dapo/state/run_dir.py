@@ -1,12 +1,10 @@
 """Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it. A
 resumed run is compared with the files (`ABOUT`) in its checkpoint; the error names the keys that differ."""
 
-import contextlib
+import json
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +17,6 @@ from dapo.ground.durable import write_text
 from dapo.ground.redact import redacted
 from dapo.state.changes import alters_course, alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
-from dapo.state.inputs import INPUTS, changed_inputs, inputs_text, read_config, read_inputs
 from dapo.state.journal import JOURNAL, Journal, holds_groups
 from dapo.state.lease import LEASE, LOCK, Lease, hold
 from dapo.state.manifest import BrokenCheckpoint
@@ -27,6 +24,7 @@ from dapo.state.manifest import BrokenCheckpoint
 log = logging.getLogger(__name__)
 
 CONFIG, CHECKPOINTS, METRICS = "config.yaml", "checkpoints", "metrics.jsonl"
+INPUTS = "inputs.json"  # what the run reads: model, data, functions of the user's own
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
 SAVED = "saved"  # step of the newest checkpoint written by the run
 ABOUT, NODES = "run", "nodes"  # folders: copies of these files in a checkpoint; logs of a launcher
@@ -100,8 +98,11 @@ class RunDirectory:
             self.accepted.append(key)
 
     def record_inputs(self, found: dict[str, str]) -> list[str]:
-        self._write(INPUTS, inputs_text(found))
-        return changed_inputs(self._before, found)
+        """Returns a line for each input that is another than before."""
+        here: dict[str, str] = redacted(found)
+        self._write(INPUTS, json.dumps(here, indent=1) + "\n")
+        there = read_inputs(self._before) if self._before else {}
+        return [f"`{key}` was {there[key]}, and is {now}" for key, now in here.items() if there.get(key, now) != now]
 
     def go_on(self, resume: str) -> None:
         """Finds the checkpoint to resume from, and compares its configuration. Raises ValueError."""
@@ -117,12 +118,21 @@ class RunDirectory:
         if back is None and not self.store.steps():
             self._check_none_was_saved()
         if (newest := back or self.store.latest()) is not None or held:
-            self._before = _about(newest, self.path)
-            self._compare(read_config(self._before / CONFIG, self._where))
+            self._before = newest / ABOUT if newest else self.path
+            self._compare(self._read_config(self._before))
         self._later = {} if held else None
         if back is not None and (later := self.store.go_back_to(back)):
             told = f"going back to step {step_of(back)}; {len(later)} later checkpoints are kept as left_*"
             self.notices.insert(0, f"`checkpoint.resume` ({resume}): {told}")
+
+    def _read_config(self, folder: Path) -> dict[str, Any]:
+        try:
+            recorded = OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)
+        except Exception as error:  # a YAML parser raises anything on a damaged file
+            raise ValueError(
+                f"{self._where} holds a run whose {CONFIG} cannot be read ({error}); restore it or give a new directory"
+            ) from error
+        return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}
 
     def _check_none_was_saved(self) -> None:
         """Raises ValueError if this run has had checkpoints, which may come back: starting anew would erase its
@@ -137,18 +147,13 @@ class RunDirectory:
             )
 
     def _note_saved(self, step: int) -> None:
-        try:
-            write_text(self.path / SAVED, f"{step}\n")
-        except OSError as error:
-            log.warning(
-                "%s could not be written (%s); the checkpoint is complete all the same", self.path / SAVED, error
-            )
+        write_text(self.path / SAVED, f"{step}\n")
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
         """Applies `checkpoint.resume`, a path, unless this run has already resumed from there. Returns the checkpoint
         of this run to go back to, if it is one."""
         key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
-        before = read_config(self.path / CONFIG, self._where) if held else {}
+        before = self._read_config(self.path) if held else {}
         if held and value_of(before, "checkpoint.resume") == resume:
             if self.store.steps():
                 self._check_course(before, key)
@@ -257,20 +262,9 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
     return run
 
 
-@contextmanager
-def left_as_found(path: Path) -> Iterator[None]:
-    """If the start is refused before the run has files of its own, removes the directories that this block has made."""
-    made = [each for each in (path, *path.parents) if not each.exists()]
-    try:
-        yield
-    except ValueError:
-        with contextlib.suppress(OSError):
-            if made and {each.name for each in path.iterdir()} <= {LOCK, TOKEN, *COPIED}:
-                for each in path.iterdir():
-                    each.unlink()
-            for folder in made:  # the innermost first
-                folder.rmdir()
-        raise
+def read_inputs(folder: Path) -> dict[str, str]:
+    path = folder / INPUTS
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def holds_steps(path: Path) -> bool:
@@ -295,11 +289,3 @@ def _refuse_strangers(path: Path, where: str) -> None:
             f"{where} is not empty ({', '.join(entries[:3])}{', ...' if len(entries) > 3 else ''}) and holds no "
             f"{CONFIG} of a dapo run; give a new directory"
         )
-
-
-def _about(checkpoint: Path | None, path: Path) -> Path:
-    """Returns the folder that describes the run of the checkpoint; without one, the run in `path`."""
-    if checkpoint is None:
-        return path
-    inside = checkpoint / ABOUT
-    return inside if (inside / CONFIG).is_file() else checkpoint.parent.parent

@@ -9,7 +9,7 @@ A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.driver_state import DriverState, Due, owes_evaluation
-from dapo.state.groups import note, read_groups, recover, write_groups
+from dapo.state.groups import FILE, note, read_groups, recover, write_groups
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.state.voided import Voided
@@ -36,28 +36,26 @@ from dapo.types import Group
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
     """The driver's part of a checkpoint, captured at one moment. order: prompt order with the prompt history. held:
-    groups, each with the policy version at its start. names: (draw, that version) of each."""
+    groups, each with the policy version at its start."""
 
     state: DriverState
     order: SavedOrder
     held: list[tuple[Group, int]]
-    names: set[tuple[int, int]]
 
     def write(self, directory: Path) -> None:
         """Writes all files, `driver.json` last."""
-        write_groups(directory, self.held)
+        write_groups(directory / FILE, self.held)
         self.order.write(directory)
         self.state.write(directory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. groups: number of
-    its groups. journaled: number of groups that finished after it. owes_evaluation: of its policy."""
+    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. journaled:
+    number of groups that finished after it. owes_evaluation: of its policy."""
 
     version: int
     directory: Path | None
-    groups: int
     journaled: int
     owes_evaluation: bool
 
@@ -123,16 +121,13 @@ class Saver:
 
     def is_behind(self, version: int) -> bool:
         """Whether policy `version` or a buffered group is in no complete checkpoint."""
-        return version > self._version or not self._held() <= self._groups
+        return version > self._version or not _names(self._buffer.held()) <= self._groups
 
     def is_due(self, version: int) -> bool:
         """Whether to save policy `version`, by its step number or by the time since the last save ended."""
         every, every_s = self._cfg.every, self._cfg.every_s
         by_time = every_s > 0 and not self._is_running() and time.monotonic() - self._tried_at >= every_s
         return version > self._version and (by_time or (every > 0 and version % every == 0))
-
-    def _held(self) -> set[tuple[int, int]]:
-        return {(group.draw.index, started) for group, started in self._buffer.held()}
 
     async def save_or_go_on(self, version: int) -> None:
         """Saves policy `version` after the previous save has ended. With `checkpoint.async_save`, returns once the save
@@ -187,7 +182,7 @@ class Saver:
         """Captures the driver's part of a checkpoint, and begins the next journal segment at the same moment."""
         due = Due(evaluate=self._owes(), lines=self._logger.unwritten())
         state = DriverState(version=version, buffer=self._buffer.state(), due=due)
-        captured = Captured(state=state, order=self._order.saved(), held=self._buffer.held(), names=self._held())
+        captured = Captured(state=state, order=self._order.saved(), held=self._buffer.held())
         if self._cfg.journal:
             self.journal.begin(version)
         return captured
@@ -227,11 +222,9 @@ class Saver:
         finally:
             self._copied.set()  # also if the save failed before
             self._tried_at = time.monotonic()
-        self._version, self._groups, self._failed = version, captured.names, 0
+        self._version, self._groups, self._failed = version, _names(captured.held), 0
         self._logger.event("save", f"step {version}")
-        oldest = min(self._store.steps(), default=version)
-        self.journal.prune(oldest)
-        self.voided.prune(oldest)
+        self.journal.prune(min(self._store.steps(), default=version))
 
     async def _write_actors(self, directory: Path, version: int, *, at_once: bool) -> None:
         actor, export = str(directory / "actor"), str(directory / "hf")
@@ -262,7 +255,7 @@ class Saver:
             await self._actors.load(str(directory / "actor"), state.version)
             if self._store.keeps_history:
                 await asyncio.to_thread(self._order.restore, directory, version=state.version)
-            held = await asyncio.to_thread(read_groups, directory, self._order.draw)
+            held = await asyncio.to_thread(read_groups, directory / FILE, self._order.draw)
         if not self._store.keeps_groups:  # their meaning has changed
             self.journal.remove()
             if held:
@@ -284,12 +277,10 @@ class Saver:
             refusals=self.voided.refusals,
         )
         self._version = state.version
-        self._groups = self._held() & {(group.draw.index, started) for group, started in held}
+        self._groups = _names(self._buffer.held()) & _names(held)
         self._logger.resume(state.version, state.due.lines)
         owed = directory is not None and owes_evaluation(directory, self._logger.output_dir)
-        return Resumed(
-            version=state.version, directory=directory, groups=len(held), journaled=len(since), owes_evaluation=owed
-        )
+        return Resumed(version=state.version, directory=directory, journaled=len(since), owes_evaluation=owed)
 
     def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:
@@ -300,6 +291,10 @@ class Saver:
 
     def close(self) -> None:
         self.journal.close()
+
+
+def _names(groups: Sequence[tuple[Group, int]]) -> set[tuple[int, int]]:
+    return {(group.draw.index, started) for group, started in groups}
 
 
 async def _scored_anew(group: Group, rewards: RewardPool) -> Group:

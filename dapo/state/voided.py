@@ -5,9 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dapo.ground.durable import tried, write_text
 from dapo.types import Group
@@ -15,22 +13,8 @@ from dapo.types import Group
 FILE = "voided.json"
 DIGEST_BYTES = 8
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetAside:
-    """A batch that must not be trained on. version: of its update. groups: (draw, version at its start, digest)."""
-
-    version: int
-    groups: list[tuple[int, int, str]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """A batch (version, digest) whose update has lost the ranks, and how many times."""
-
-    version: int
-    batch: str
-    times: int
+SetAside = tuple[int, int, int, str]  # version of the update, draw, version at its start, digest
+Loss = tuple[int, str]  # version of the update, digest of the batch
 
 
 class Voided:
@@ -41,64 +25,53 @@ class Voided:
         self.refusals: Counter[tuple[int, int]] = Counter()
         self._path = output_dir / FILE
         self._warn = warn
-        self._batches: list[SetAside] = []
-        self._losses: list[Loss] = []
-        self._digests: set[str] = set()
+        self._groups: list[SetAside] = []
+        self._losses: Counter[Loss] = Counter()
 
     def read(self) -> None:
         """Loads what earlier starts wrote. Raises ValueError if the file cannot be read."""
         try:
-            values: Any = json.loads(tried(lambda: self._path.read_text(encoding="utf-8")))
-            batches = [SetAside(**each) for each in values["set_aside"]]
-            losses = [Loss(**each) for each in values["losses"]]
-            self._take(batches, losses)
+            values = json.loads(tried(lambda: self._path.read_text(encoding="utf-8")))
+            groups = [(version, index, started, digest) for version, index, started, digest in values["set_aside"]]
+            losses = Counter({(version, batch): times for version, batch, times in values["losses"]})
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{self._path} cannot be read ({error!r}): it names groups that must not be trained on; see to the "
                 "disk and give the same command again; or remove it, and batches that were set aside may come again"
             ) from error
+        self._take(groups, losses)
 
-    def _take(self, batches: list[SetAside], losses: list[Loss]) -> None:
-        self._batches, self._losses = batches, losses
+    def _take(self, groups: list[SetAside], losses: Counter[Loss]) -> None:
+        self._groups, self._losses = groups, losses
         self.refusals.clear()
-        groups = [group for each in batches for group in each.groups]
-        self.refusals.update((index, started) for index, started, _ in groups)
-        self._digests = {digest for _, _, digest in groups}
+        self.refusals.update((index, started) for _, index, started, _ in groups)
 
     def holds(self, group: Group) -> bool:
-        return bool(self._digests) and _digest(group) in self._digests
+        return bool(self._groups) and _digest(group) in {digest for *_, digest in self._groups}
 
     def add(self, groups: Sequence[tuple[Group, int]], version: int) -> None:
         """These groups, each with the policy version at its start, must not be trained on. version: of their update."""
-        batch = SetAside(
-            version=version, groups=[(group.draw.index, started, _digest(group)) for group, started in groups]
-        )
-        self._change([*self._batches, batch], [each for each in self._losses if each.version != version])
+        added = [(version, group.draw.index, started, _digest(group)) for group, started in groups]
+        self._change([*self._groups, *added], [loss for loss in self._losses if loss[0] != version])
 
     def lost(self, groups: Sequence[Group], version: int) -> int:
         """Records that the update with these groups has lost the ranks. Returns how often, this time included."""
         batch = hashlib.blake2b("".join(map(_digest, groups)).encode(), digest_size=DIGEST_BYTES).hexdigest()
-        before = [each for each in self._losses if (each.version, each.batch) == (version, batch)]
-        loss = Loss(version=version, batch=batch, times=1 + sum(each.times for each in before))
-        self._change(self._batches, [*(each for each in self._losses if each not in before), loss])
-        return loss.times
+        self._losses[version, batch] += 1
+        self._change(self._groups, list(self._losses))
+        return self._losses[version, batch]
 
     def trained(self, version: int) -> None:
         """The update from policy `version` is done: earlier losses with its batch, or before, were chance."""
-        if any(each.version <= version for each in self._losses):
-            self._change(self._batches, [each for each in self._losses if each.version > version])
+        later = [loss for loss in self._losses if loss[0] > version]
+        if len(later) < len(self._losses):
+            self._change(self._groups, later)
 
-    def prune(self, oldest: int) -> None:
-        """Forgets updates before checkpoint `oldest`: no run goes back that far."""
-        batches = [each for each in self._batches if each.version >= oldest]
-        if len(batches) < len(self._batches):
-            self._change(batches, self._losses)
-
-    def _change(self, batches: list[SetAside], losses: list[Loss]) -> None:
-        self._take(batches, losses)
-        values = {"set_aside": [asdict(each) for each in batches], "losses": [asdict(each) for each in losses]}
+    def _change(self, groups: list[SetAside], losses: Sequence[Loss]) -> None:
+        self._take(groups, Counter({loss: self._losses[loss] for loss in losses}))
+        values = {"set_aside": groups, "losses": [[*loss, times] for loss, times in self._losses.items()]}
         try:
             write_text(self._path, json.dumps(values) + "\n")
         except OSError as error:

@@ -8,8 +8,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.data.origins import origins
-from dapo.state.inputs import INPUTS
-from dapo.state.run_dir import ABOUT, claim_output_dir
+from dapo.state.run_dir import ABOUT, INPUTS, claim_output_dir
 from tests.support.state.claims import save
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

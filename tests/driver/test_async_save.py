@@ -92,7 +92,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path, staleness):
 
     def noted(version):
         (there := tmp_path / str(version)).mkdir()
-        write_groups(there, trainer.buffer.held())
+        write_groups(there / FILE, trainer.buffer.held())
         DriverState(version=version, buffer=trainer.buffer.state()).write(there)
         return capture(version)
 

@@ -1,19 +1,17 @@
 """Damage of every kind, to every kind of file, is found and named before anything is read, and the checkpoint before it
 is taken."""
 
-import asyncio
 import errno
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dapo.state import manifest
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, verify
-from dapo.state.manifest import UnreadableCheckpoint
+from dapo.state.manifest import Unreadable
 from tests.support.state.claims import fails, write
 
 FILES = ("actor/.metadata", "actor/__0_0.distcp", "hf/model.safetensors", "driver.json")
@@ -37,23 +35,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit(change: Callable[[dict[str, Any], str], Any], name: str) -> Callable[[Path], None]:
-    """Changes the table of files in the manifest, with the key of the file of this name."""
-
-    def edited(path: Path) -> None:
-        content = json.loads(path.read_text())
-        change(content["files"], name)
-        path.write_text(json.dumps(content, indent=1))
-
-    return edited
-
-
-def without_entry_and_file(path: Path) -> None:
-    """Only the manifest itself can tell."""
-    edit(lambda files, name: files.pop(name), FILES[1])(path)
-    (path.parent / FILES[1]).unlink()
-
-
 OF_A_FILE = {
     "bit-flipped": (flip, "sha256 differs"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes where \d+ were written"),
@@ -61,17 +42,12 @@ OF_A_FILE = {
     "missing": (Path.unlink, "cannot be read"),
     "renamed": (lambda path: path.rename(path.with_name("other")), "cannot be read"),
 }
-GONE, EDITED = "is missing or cannot be read", "was changed after it was written"
+GONE = "is missing or cannot be read"
 OF_THE_MANIFEST = {
     "missing": (Path.unlink, GONE),
     "zero-length": (lambda path: path.write_bytes(b""), GONE),
     "cut": (lambda path: path.write_text(path.read_text()[:40]), GONE),
     "bit-flipped": (flip, GONE),
-    "another-format": (lambda p: p.write_text(json.dumps(json.loads(p.read_text()) | {"format": 99})), EDITED),
-    "entry-removed": (edit(lambda files, name: files.pop(name), FILES[0]), EDITED),
-    "entry-and-file-removed": (without_entry_and_file, EDITED),
-    "digest": (edit(lambda files, name: files[name].update(sha256="0" * 64), FILES[0]), EDITED),
-    "entry-no-entry": (edit(lambda files, name: files.update({name: 3}), FILES[2]), EDITED),
 }
 
 
@@ -92,23 +68,12 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_taken(name, damage, mes
     assert store.latest() == directory and "new weights" in (directory / FILES[1]).read_text()
 
 
-@pytest.mark.parametrize("name", [".nfs000000001", "note.txt", f"{FILES[1]}2", "hf/.cache/huggingface/upload/lock"])
-def test_a_file_more_in_a_checkpoint_is_told_and_harms_nothing(name, tmp_path, store, caplog):
-    added = tmp_path / "step_000010" / name
-    added.parent.mkdir(parents=True, exist_ok=True)
-    added.touch()
-    with caplog.at_level(logging.WARNING):
-        assert store.latest() == tmp_path / "step_000010"
-    [line] = caplog.messages
-    assert line == f"{tmp_path / 'step_000010'} also holds what the run has not written: {name}"
-
-
 def test_every_single_bit_of_the_manifest_that_means_something_counts(tmp_path, store):
     path = tmp_path / "step_000010" / "manifest.json"
     original = path.read_bytes()
     for place in range(len(original)):
         path.write_bytes(original[:place] + bytes([original[place] ^ 2]) + original[place + 1 :])
-        with pytest.raises(BrokenCheckpoint):
+        with pytest.raises((BrokenCheckpoint, Unreadable)):
             verify(path.parent)
     path.write_bytes(original)
     verify(path.parent)
@@ -137,30 +102,12 @@ def test_what_a_writer_has_hashed_is_not_read_back(size, tmp_path, monkeypatch):
         verify(tmp_path / "step_000001")
 
 
-def test_the_shards_of_a_real_distributed_checkpoint_are_found_in_its_metadata(tmp_path):
-    import torch
-    from torch.distributed import checkpoint as dcp
-
-    store = CheckpointStore(tmp_path, keep=3)
-
-    async def sharded(*, lose: bool) -> None:
-        async with store.writing(1) as directory:
-            dcp.save({"weight": torch.ones(3)}, checkpoint_id=str(directory / "actor"), no_dist=True)
-            if lose:
-                (directory / "actor" / "__0_0.distcp").unlink()
-
-    asyncio.run(sharded(lose=False))
-    with pytest.raises(BrokenCheckpoint, match="actor lacks __0_0.distcp, .* all ranks must share `trainer.output_"):
-        asyncio.run(sharded(lose=True))
-    verify(tmp_path / "step_000001")
-
-
 @pytest.mark.parametrize("version", [2, 99])
 def test_one_of_another_version_of_dapo_is_not_broken(version, tmp_path, store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", version)
         save(store, 20, "weights")
-    with pytest.raises(UnreadableCheckpoint, match=rf"step_000020.* has format {version}, and this one reads format 3"):
+    with pytest.raises(Unreadable, match=rf"step_000020.* has format {version}, and this one reads format 3"):
         CheckpointStore(tmp_path, keep=3).latest()
     assert (tmp_path / "step_000020").is_dir()
 
@@ -177,7 +124,6 @@ def of_step_10(name: str) -> Callable[[Path], bool]:
         pytest.param(manifest, "_digest", "model.safetensors", id="content"),
         pytest.param(Path, "stat", "model.safetensors", id="size"),
         pytest.param(Path, "read_text", "manifest.json", id="manifest"),
-        pytest.param(Path, "rglob", "step_000010", id="folder"),
     ],
 )
 def test_one_that_cannot_be_read_is_not_broken(owner, read, name, number, tmp_path, store):
@@ -186,26 +132,24 @@ def test_one_that_cannot_be_read_is_not_broken(owner, read, name, number, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, owner, read, 99, of=of_step_10(name), number=number)
         for _ in range(2):
-            with pytest.raises(UnreadableCheckpoint, match=rf"{directory} cannot be read .*step_000010.*tried 4 times"):
+            with pytest.raises(Unreadable, match=rf"{directory} cannot be read .*step_000010.*tried 4 times"):
                 store.latest()
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, owner, read, 3, of=of_step_10(name), number=number)
         assert store.latest() == directory, "at a later try"
 
 
-@pytest.mark.parametrize("left", ["step_000010.0badcafe.tmp", "step_000010.aside"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_a_crash_left_is_not_removed_while_nobody_knows_what_is_whole(left, in_place, tmp_path, store):
-    (tmp_path / "step_000010").rename(tmp_path / left)
+def test_what_a_crash_left_is_not_removed_while_nobody_knows_what_is_whole(in_place, tmp_path, store):
+    (tmp_path / "step_000010").rename(tmp_path / "step_000010.0badcafe.tmp")
     if in_place:
         save(CheckpointStore(tmp_path / "x", keep=0), 10, "other weights")
         (tmp_path / "x" / "step_000010").rename(tmp_path / "step_000010")
     there = sorted(path.name for path in tmp_path.rglob("*"))
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, manifest, "_digest", 99, of=of_step_10("model.safetensors"))
-        if in_place or left.endswith(".tmp"):
-            with pytest.raises(UnreadableCheckpoint, match="step_000010.* cannot be read"):
-                store.recover()
-            assert sorted(path.name for path in tmp_path.rglob("*")) == there
+        with pytest.raises(Unreadable, match="step_000010.* cannot be read"):
+            store.recover()
+        assert sorted(path.name for path in tmp_path.rglob("*")) == there
     store.recover()
     assert store.latest() == tmp_path / "step_000010"

@@ -1,14 +1,12 @@
 """Groups that finished after a checkpoint, when a run goes on from it: which count, and that they change nothing."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from dapo.sampling.draws import BufferState
-from dapo.state.groups import decode_group, encode_group, newest_policy, note, recover
+from dapo.state.groups import FILE, newest_policy, note, read_groups, recover, write_groups
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
 from tests.support.fakes import make_group, make_prompt, make_response
@@ -68,7 +66,7 @@ def test_groups_of_other_prompts_are_left_out(tmp_path):
     assert recovered(tmp_path, STATE, 2, 5, draw=other) == [(12, 5)]
 
 
-def test_a_group_comes_out_as_it_went_in():
+def test_a_group_comes_out_as_it_went_in(tmp_path):
     rng = np.random.default_rng(0)
     response = replace(
         make_response(0),
@@ -78,7 +76,8 @@ def test_a_group_comes_out_as_it_went_in():
         policy_versions=(VersionSpan(version=2, start=0, end=7), VersionSpan(version=3, start=7, end=5000)),
     )
     group = replace(make_group(7, [1.0, float("nan")]), responses=(response, make_response(0)))
-    back, started = decode_group(encode_group(group, 2), draw_of)
+    write_groups(tmp_path / FILE, [(group, 2)])
+    ((back, started),) = read_groups(tmp_path / FILE, draw_of, check=True)
     assert started == 2 and newest_policy(back) == 3 and back.draw.index == 7
     for one, other in zip(back.responses, group.responses, strict=True):
         assert one.token_ids.dtype == np.int32 and one.rollout_logprobs.dtype == np.float32
@@ -90,12 +89,3 @@ def test_a_group_comes_out_as_it_went_in():
             other.policy_versions,
         )
     assert repr(back.scores) == repr(group.scores)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_bytes_that_are_no_group_raise_a_value_error(seed):
-    data = encode_group(make_group(3, [1.0, 0.0]), 0)
-    rng = random.Random(seed)
-    bad = [b"", data[: rng.randrange(8, len(data) - 20)], rng.randbytes(300)][seed % 3]
-    with pytest.raises(ValueError):
-        decode_group(bad, draw_of)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.schema import Config
 from dapo.report.store.reader import Reader
-from dapo.state.batches import BATCHES, ranges, steps_kept
+from dapo.state.batches import BATCHES, steps_kept
 from dapo.state.changes import alters_meaning
 from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.state.manifest import BrokenCheckpoint
@@ -49,8 +49,8 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     kept = steps_kept(run / BATCHES)
     if missing := sorted({*range(first, step + 1)} - {*kept}):
         raise ValueError(
-            f"{run / BATCHES} has no batch of step {ranges(missing)}, which step {step} needs after "
-            f"{origin or 'the first model'}; it has {ranges(kept) or 'none'}; `checkpoint.batches` says how many a run "
+            f"{run / BATCHES} has no batch of steps {missing}, which step {step} needs after "
+            f"{origin or 'the first model'}; it has {kept}; `checkpoint.batches` says how many a run "
             "keeps"
         )
     folder = _empty(run, step, out)

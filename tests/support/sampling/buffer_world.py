@@ -14,7 +14,7 @@ from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, State
 from dapo.state.driver_state import DriverState
-from dapo.state.groups import note, read_groups, recover, write_groups
+from dapo.state.groups import FILE, note, read_groups, recover, write_groups
 from dapo.state.journal import Journal
 from dapo.types import Group
 from tests.support.fakes import make_group, make_response
@@ -214,10 +214,10 @@ class World:
         state, held = DriverState(version=self.version, buffer=self.buffer.state()), self.buffer.held()
         counted = self.counted
         if through_files:
-            write_groups(self.directory, held)
+            write_groups(self.directory / FILE, held)
             state.write(self.directory)
             state = DriverState.read(self.directory)
-            held = read_groups(self.directory, draw_of)
+            held = read_groups(self.directory / FILE, draw_of)
         self.options |= changes
         self.buffer = OversamplingBuffer(**self.options, on_scored=self.hear)
         self.buffer.restore(state.buffer, held, version=state.version)

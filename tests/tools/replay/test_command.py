@@ -20,7 +20,7 @@ from dapo.ground.clock import PhaseClock
 from dapo.ground.signals import caught
 from dapo.report.store.samples import SampleStore
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.batches import PROMPTS, Batches, SavedStream, steps_kept, stream_of
+from dapo.state.batches import Batches, SavedStream, steps_kept, stream_of
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
 from dapo.tools.replay.__main__ import main
 from dapo.tools.replay.again import prepare
@@ -64,7 +64,10 @@ def run(tmp_path: Path) -> Path:
     [
         (["NOWHERE", "--step", "1"], r"NOWHERE holds no config.yaml; give the `trainer.output_dir` of a run"),
         (["RUN", "--step", "0"], r"`--step` \(0\) must be at least 1"),
-        (["RUN", "--step", "3"], r"no batch of step 2, which step 3 needs after the first model; it has 1, 3; `checkp"),
+        (
+            ["RUN", "--step", "3"],
+            r"no batch of steps \[2\], which step 3 needs after the first model; it has \[1, 3\]; `checkp",
+        ),
         (["RUN", "--step", "1", "--out", "RUN"], r"`--out` \(.*run\) is not empty; give a new directory"),
         (["RUN", "--step", "1", "algorithm.clip_ratio_hihg=1"], r"did you mean `algorithm.clip_ratio_high`\?"),
         (["RUN", "--step", "1", "algorithm.clip_ratio_high=-1"], r"`algorithm.clip_ratio_high` \(-1.0\) must be"),
@@ -98,7 +101,7 @@ def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Pa
 
 
 def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> None:
-    (tmp_path / "step_000003.tmp").mkdir()  # of a start that was killed
+    (tmp_path / "step_000003.tmp").touch()  # of a start that was killed
     assert steps_kept(kept(tmp_path, 1, 2, 3, keep=2)) == [2, 3]
     assert steps_kept(kept(tmp_path / "none", 1, 2, keep=0)) == []
     groups = {index: make_group(index, [1.0, 0.0]) for index in range(10)}
@@ -114,7 +117,7 @@ def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> N
             assert one.token_ids.tolist() == other.token_ids.tolist()
             assert one.rollout_logprobs.tolist() == other.rollout_logprobs.tolist()
     buffer.serving(3)
-    with pytest.raises(ValueError, match=r"has no batch of step 4; it has those of steps 2-3"):
+    with pytest.raises(ValueError, match=r"has no batch of step 4; it has \[2, 3\]"):
         asyncio.run(stream.collect())
 
 
@@ -174,8 +177,6 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path, other: str) -> Non
         read(stranger)
     for part in ("`data.batches`", str(tmp_path / "step_000001"), "`data.train_files`", "`trainer.seed`"):
         assert part in str(error.value)
-    (tmp_path / "step_000001" / PROMPTS).unlink()
-    assert read(stranger) == [stranger.draw(index).prompt.id for index in range(4)], "of an earlier program"
 
 
 def test_a_run_that_went_back_keeps_what_it_writes_and_nothing_of_the_course_that_it_left(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config.actor import ModelConfig
-from dapo.state.manifest import DIGESTS, SHARDS_OF, leave_digests
+from dapo.state.manifest import DIGESTS, leave_digests
 from workers.training.collective_errors import FilesError, OwnWork, files_error
 from workers.training.files.adapters import (
     IDENTITY_FILE,
@@ -53,6 +53,7 @@ from workers.training.optimizer import LossScale
 EXPORT_FILE_BYTES = 4 << 30
 ADAPTER_FOLDER = "adapter"  # next to the model, transformers would apply the adapters again
 ADAPTER_FILE = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
+SHARDS_OF = ".metadata"  # DCP's index of the shards
 ExportFile = tuple[str, dict[str, Tensor]]  # name in the export, tensors on the CPU
 _PARTS = (
     *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata"),
