@@ -14,7 +14,7 @@ from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, SCHEMA, Reading, refuse_media
 from dapo.data.template import DATE_FUNCTION, asked, check_template, clock_at, template_text
 from dapo.data.tokenizer import token_ids
-from dapo.data.values import shown
+from dapo.data.values import refuse_halves, shown
 from dapo.types import Int32Array, Messages, Prompt
 
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
@@ -163,6 +163,8 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], syst
         truth = _ground_truth(reward_model, row)
         first = seen.get(messages)
         if first is None:
+            refuse_halves("".join([content for _, content in messages]), f"{row}: column `prompt`")
+            refuse_halves(truth, f"{row}: column `reward_model.ground_truth`")
             seen[messages] = _Problem(row, messages, truth, *_source_and_extra(chunk.rest(i), row))
             continue
         first.copies += 1

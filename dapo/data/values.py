@@ -1,4 +1,4 @@
-"""Reads single values of data files: answers as text, and values for error messages."""
+"""Reads single values of data files: answers as text, values for error messages, checks for invalid text."""
 
 from decimal import Decimal
 from typing import Any
@@ -15,6 +15,16 @@ def plain_text(value: Any) -> str | None:
         return None
     number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     return format(number, "f") if number.is_finite() else None
+
+
+def refuse_halves(text: str, what: str) -> None:
+    """Raises ValueError for half of a surrogate pair, which JSON may contain but no tokenizer or file accepts. what:
+    row and column, for the error."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ValueError(f"{what} holds {half}, half of a character; correct or remove the row") from None
 
 
 def shown(value: Any) -> str:

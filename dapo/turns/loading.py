@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dapo.config.fields import TYPES
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.ground.user_code import function_in, load_module
 from dapo.turns.session import Function
@@ -27,7 +28,17 @@ def load(spec: RolloutFunctionConfig) -> Function:
             f"`{KEY}` ({spec.name} of {spec.path}) cannot be called with prompt, generate, sampling and "
             f"`{KEY}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
         ) from None
+    if spec.path in READY:
+        _check_values(function, spec.kwargs)
     return function
+
+
+def _check_values(function: Function, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for an argument of the wrong type for a ready function; otherwise every response would fail."""
+    for name, value in kwargs.items():
+        kind = inspect.signature(function).parameters[name].annotation
+        if type(value) is not kind:
+            raise ValueError(f"`{KEY}.kwargs.{name}` ({value}) must be {TYPES[kind]}")
 
 
 def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:

@@ -121,6 +121,8 @@ BAD_ROWS = [
     pytest.param(ANSWERED, r"row 1 .*`prompt` ends with what an assistant says .*; remove that message", id="answered"),
     pytest.param(row(images=["a.png"]), r"row 1 .*column `images` \(list \['a.png'\]\) would be left", id="images"),
     pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
+    pytest.param(row("1\ud83d"), r"row 1 .*`prompt` holds '\\ud83d', half of a character", id="prompt-cut"),
+    pytest.param(row(truth="\udc00"), r"row 1 .*ground_truth` holds '\\udc00', half", id="truth-cut"),
     pytest.param(row(data_source=None), "row 1 .*`data_source` must be text", id="source-none"),
     pytest.param(row(extra_info="x"), "row 1 .*`extra_info` must be a struct", id="extra-text"),
     pytest.param(row(prompt=...), "row 1 .*`prompt` is missing .found: data_source, ability", id="column-missing"),

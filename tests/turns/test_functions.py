@@ -272,6 +272,8 @@ def test_a_function_says_its_file_and_whether_it_runs_programs(tmp_path):
     assert [*first] == ["rollout.function.path"] and first != file_of_function(own)
     assert file_of_function(RolloutFunctionConfig(path="retry")) == {}
     assert load(RolloutFunctionConfig(path="retry", kwargs={"attempts": 3})) is retry.rollout
+    with pytest.raises(ValueError, match=r"`rollout.function.kwargs.attempts` \(3\) must be"):
+        load(RolloutFunctionConfig(path="retry", kwargs={"attempts": "3"}))
 
 
 def test_a_wrong_function_ends_the_preflight():
