@@ -1,7 +1,6 @@
 """Computes the results of a run: first and last accuracy, tokens, seconds, faults, GPU hours. `dapo.results.runs` reads
 the input; `summary.json`, `dapo.compare` and the end of a run show the `Results`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -105,7 +104,7 @@ def results(run: Run) -> Results:
         faults=_faults(run),
         gpus=run.starts[-1].gpus if run.starts else None,
         gpu_hours=hours if run.starts else None,
-        latest={name: _mean([record.get(name, math.nan) for record in steps[-WINDOW:]]) for name in LATEST},
+        latest={name: _mean([known(record, name) for record in steps[-WINDOW:]]) for name in LATEST},
         inputs=dict(run.inputs),
     )
 
@@ -185,26 +184,22 @@ def _paired(before: Problems, after: Problems) -> list[float]:
 
 
 def _faults(run: Run) -> dict[str, int]:
-    """Counts survived faults. Metrics restart at 0 with each start; warnings give the losses after its last step."""
+    """Counts survived faults. The metrics begin at 0 with each start."""
     start_of = {step: number for number, start in enumerate(run.starts) for step in start.steps}
     found = {}
     for name in RESTARTED:
-        total = before = 0.0
-        last = None
+        total = before = start = 0.0
         for record in run.steps:
-            value = known(record, f"perf/restarted_{name}") or 0.0
-            start = start_of.get(record["step"], last)  # a step that the store lacks is of the start before it
-            if start != last or value < before:
-                before = 0.0
-            total += value - before
-            before, last = value, start
-        found[f"restarted_{name}"] = round(total) + run.late_losses.get(name, 0)
+            value, here = known(record, f"perf/restarted_{name}") or 0.0, start_of.get(record["step"], start)
+            total += value if here != start or value < before else value - before
+            before, start = value, here
+        found[f"restarted_{name}"] = round(total)
     if run.failed_saves is not None:
         found["failed_saves"] = run.failed_saves
         found["killed_starts"] = sum(not start.ended for start in run.starts[:-1])  # the newest may be running
     return found
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None

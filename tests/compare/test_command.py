@@ -143,15 +143,13 @@ def test_curves_over_steps_tokens_and_seconds(
     [
         (["nothing"], "nothing is no run: it holds no config.yaml of one"),
         (["other"], "other is no run"),
-        (["damaged"], "config.yaml cannot be read"),
         (["good", "--png", "nowhere/a.png"], "nowhere/a.png cannot be written"),
     ],
 )
 def test_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("good"), [step_line(1, 0.5)])
-    for name, text in (("other", "a: 1\n"), ("damaged", (tmp_path / "good/config.yaml").read_text() + "}{")):
-        Path(name).mkdir()
-        (Path(name) / "config.yaml").write_text(text)
+    Path("other").mkdir()
+    Path("other/config.yaml").write_text("a: 1\n")
     with pytest.raises(SystemExit, match=message):
         main(arguments)

@@ -206,14 +206,6 @@ class Reader:
     def count(self, kind: str) -> int:
         return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
 
-    def warnings_after_steps(self) -> list[str]:
-        """Warnings of each start after its last step, which no line of metrics counts."""
-        found = self._all(
-            "SELECT message FROM events WHERE kind = 'warning' AND at > "
-            "coalesce((SELECT max(at) FROM steps WHERE steps.run = events.run), 0) ORDER BY event"
-        )
-        return [row["message"] for row in found]
-
     def held_out(self, step: int) -> Rows:
         """Held-out problems that policy version `step` answered: name of the set, columns of `prompts`, mean accuracy
         of the scored answers; a problem without any is left out."""
