@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from dapo.ground.console import say
@@ -19,7 +19,6 @@ from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, poin
 from dapo.state.changes import values
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
-FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
 Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the first
 Row = tuple[str, Callable[[Results], str]]
 
@@ -71,18 +70,10 @@ def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
 
 def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Returns the keys that differ between runs, each with its value in every run. A key that a run lacks has its
-    default; of paths only the last part is compared."""
-    each = [values(_without_folders(config)) for config in configs]
+    default."""
+    each = [values(config) for config in configs]
     rows = {key: [one[key] for one in each] for key in each[0] if key not in LEFT_OUT}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_folders(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_folders(each) for each in value]
-    return PurePath(value).name if isinstance(value, str) and value.startswith(FOLDERS) else value
 
 
 def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:
