@@ -106,11 +106,11 @@ class Reader:
         )
         return next(iter(self._all(query, prompt)), None)
 
-    def prompts(self, limit: int, *, least: bool = False) -> Rows:
-        """Drawn prompts with most visits first, or least; columns of `prompt_history`, and `share` of all visits."""
+    def prompts(self, limit: int) -> Rows:
+        """Drawn prompts with most visits first; columns of `prompt_history`, and `share` of all visits."""
         return self._all(
             "SELECT *, visits * 1.0 / (SELECT count(*) FROM groups) AS share FROM prompt_history "
-            f"ORDER BY visits {'ASC' if least else 'DESC'}, prompt LIMIT ?",
+            "ORDER BY visits DESC, prompt LIMIT ?",
             limit,
         )
 
@@ -122,10 +122,6 @@ class Reader:
         return self._all(
             f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
         )
-
-    def number_of(self, kind: str, step: int | None = None) -> int:
-        which, _ = WHERE[kind]
-        return self._number(f"SELECT count(*) FROM answers WHERE {which} AND step = coalesce(?, step)", step)
 
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
         """Answers that contain `text`, newest first; the case of ASCII letters is ignored."""

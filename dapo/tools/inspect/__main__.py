@@ -46,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
         question(name, show, what).add_argument("number", type=int)
     one = question("prompts", prompts, "how often each prompt was drawn, the most drawn first, with its pass rate")
     one.add_argument("--limit", type=int, default=20, help="prompts (20)")
-    one.add_argument("--least", action="store_true", help="the least drawn first")
     for kind in WHERE:
         one = question(kind, answers, f"{kind} answers")
         one.set_defaults(kind=kind)
@@ -100,7 +99,7 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
 
 def prompts(store: Reader, given: argparse.Namespace) -> None:
     names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
-    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit, least=given.least)]
+    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit)]
     table("prompts by visits", (*names, "last fate"), rows, numbers=7)
 
 
@@ -122,11 +121,9 @@ def draw(store: Reader, given: argparse.Namespace) -> None:
 
 def answers(store: Reader, given: argparse.Namespace) -> None:
     found = store.answers(given.kind, given.limit, given.step)
-    there = store.number_of(given.kind, given.step)
     rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
     names = (*ANSWER, "group", "truth", "end of the answer")
-    of = "the run" if given.step is None else f"step {given.step}"
-    table(f"{given.kind} answers: {len(found)} of {there} in {of}", names, rows, numbers=len(ANSWER))
+    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER))
 
 
 def _fate(answer: dict[str, Any]) -> str:

@@ -80,12 +80,6 @@ def test_how_often_each_prompt_was_drawn(run, capsys):
         ["4", "2", "0.5"],
         ["5", "1", "0.25"],
     ]
-    least = shown(capsys, run, "prompts", "--least")
-    assert [line.split()[0] for line in least.splitlines() if line.split() and line.split()[0] in "456"] == [
-        "5",
-        "6",
-        "4",
-    ]
 
 
 def test_why_was_a_prompt_dropped_at_a_step(run, capsys):
