@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from dapo.evaluation.estimates import Estimate, over_problems
 from dapo.report.store.reader import PHASES
-from dapo.results.runs import Problems, Records, Run, evaluated, known
+from dapo.results.runs import ACCURACY, Problems, Records, Run, known
 from dapo.state.changes import value_of
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
@@ -40,8 +40,8 @@ class Difference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
     """Accuracy over the steps of a run. set: of held-out problems; "" for the unnamed one, or the mean over sets;
-    SOURCE or SET/SOURCE for a data source of a set that has several. gain: paired by problem; None for sampled groups,
-    and if the first and the last evaluation are not known to share a problem."""
+    SOURCE or SET/SOURCE for a data source of a set that has several. gain: of a set, paired by problem; None if
+    the first and the last evaluation of the run are not known to share one of its problems."""
 
     set: str
     first: Point
@@ -111,23 +111,17 @@ def results(run: Run) -> Results:
 
 def _held_out(run: Run) -> list[Accuracy]:
     gains = differences(*run.problems) if len(run.problems) == 2 else {}
+    matches = (match for record in run.records for name in record if (match := ACCURACY.fullmatch(name)))
     found = []
-    for name, steps in sorted(evaluated(run.records).items()):
-        metric = f"eval/{name}/accuracy" if name else "eval/accuracy"
-        by_step = {record["step"]: record for record in run.records if known(record, metric) is not None}
+    for name, metric in sorted({match[1] or "": match[0] for match in matches}.items()):
+        records = {record["step"]: record for record in run.records if known(record, metric) is not None}
         points = [
-            Point(
-                step=step,
-                value=by_step[step][metric],
-                low=known(by_step[step], f"{metric}_low"),
-                high=known(by_step[step], f"{metric}_high"),
-            )
-            for step in steps
+            Point(step=step, value=one[metric], low=known(one, f"{metric}_low"), high=known(one, f"{metric}_high"))
+            for step, one in sorted(records.items())
         ]
-        best = max(points, key=lambda point: point.value)
-        paired = len(points) > 1 and points[-1].low is not None  # no mean over sets
-        gain = gains.get(name) if paired else None
-        found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
+        if points:
+            best = max(points, key=lambda point: point.value)
+            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gains.get(name)))
     return found
 
 
@@ -153,19 +147,12 @@ def _over_steps(records: Records, step: int) -> Point:
 
 
 def differences(before: Problems, after: Problems) -> dict[str, Difference]:
-    """Returns the gain of `after` over the problems that both scored, by the names of `eval/` metrics. There is one per
-    set, and one per data source if `after` has several in a set."""
+    """Returns the gain of `after` over the problems that both scored, by set."""
     found = {}
     for name in dict.fromkeys(problem.set for problem in after):
-        there, here = ({key: one[key] for key in one if key.set == name} for one in (before, after))
-        parts = {name: here}
-        if len(sources := dict.fromkeys(key.source for key in here)) > 1:
-            of = f"{name}/" if name else ""
-            parts |= {of + source: {key: here[key] for key in here if key.source == source} for source in sources}
-        for part, problems in parts.items():
-            if both := _paired(there, problems):
-                one: Estimate = over_problems({"": both})[""]
-                found[part] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
+        if both := _paired(*({key: one[key] for key in one if key.set == name} for one in (before, after))):
+            one: Estimate = over_problems({"": both})[""]
+            found[name] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
     return found
 
 

@@ -18,19 +18,17 @@ from dapo.report.store.schema import DATABASE, UNNAMED
 from dapo.state.inputs import read_inputs
 from dapo.state.run_dir import CONFIG, HEADER
 
-ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
+ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")  # of a set, or of one of its data sources
 Records = Sequence[Mapping[str, Any]]
 
 
 class Problem(NamedTuple):
-    """A held-out problem. set: "" for the unnamed one. number: in the run's store. text: after the chat template.
-    source: its `data_source`."""
+    """A held-out problem. set: "" for the unnamed one. number: in the run's store. text: after the chat template."""
 
     set: str
     number: int
     text: str
     ground_truth: str
-    source: str = ""
 
 
 Problems = Mapping[Problem, float]  # with the mean accuracy of the answers to each
@@ -87,7 +85,7 @@ def read_run(folder: Path, name: str = "") -> Run:
                 run,
                 starts=tuple(_start(row) for row in store.starts()),
                 failed_saves=store.count("failed_save"),
-                problems=_ends(store, evaluated(records)),
+                problems=_ends(store, records),
             )
     except (ValueError, sqlite3.Error) as error:
         if (folder / DATABASE).is_file():  # damaged, or of another version
@@ -109,26 +107,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def evaluated(records: Records) -> dict[str, list[int]]:
-    """Returns the evaluated steps in order, by the name of the accuracy in `eval/`; "" for the overall one."""
-    found: dict[str, set[int]] = {}
-    for record in records:
-        for name in record:
-            if (match := ACCURACY.fullmatch(name)) and known(record, name) is not None:
-                found.setdefault(match[1] or "", set()).add(record["step"])
-    return {name: sorted(steps) for name, steps in found.items()}
-
-
-def _ends(store: Reader, evaluations: Mapping[str, Sequence[int]]) -> tuple[Problems, ...]:
+def _ends(store: Reader, records: Records) -> tuple[Problems, ...]:
     """Returns the verdicts of the first and of the last evaluation, or of the only one."""
-    steps = sorted({step for each in evaluations.values() for step in each})
+    steps = sorted({record["step"] for record in records if any(map(ACCURACY.fullmatch, record))})
     return tuple(_problems(store, step) for step in dict.fromkeys((*steps[:1], *steps[-1:])))
 
 
 def _problems(store: Reader, step: int) -> Problems:
     return {
-        Problem("" if set == UNNAMED else set, number, text, truth, source): accuracy
-        for set, number, text, truth, source, accuracy in map(dict.values, store.held_out(step))
+        Problem("" if set == UNNAMED else set, number, text, truth): accuracy
+        for set, number, text, truth, _, accuracy in map(dict.values, store.held_out(step))
     }
 
 

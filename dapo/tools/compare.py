@@ -71,7 +71,7 @@ def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
 def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Returns the keys that differ between runs, each with its value in every run. A key that a run lacks has its
     default."""
-    each = [values(config) for config in configs]
+    each = [values(dict(config)) for config in configs]
     rows = {key: [one[key] for one in each] for key in each[0] if key not in LEFT_OUT}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 

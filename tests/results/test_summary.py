@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dapo.evaluation.held_out import Answered
-from dapo.evaluation.summary import metrics, summaries
 from dapo.report.store.reader import Reader
 from dapo.report.store.schema import UNNAMED
 from dapo.results import plot
@@ -103,30 +101,6 @@ def test_a_gain_is_of_the_same_problems_where_the_held_out_files_have_changed(
     found = results(read_run(folder))
     [held_out] = found.held_out
     assert (held_out.gain and held_out.gain.value) == gain and told in text(found)
-
-
-@pytest.mark.parametrize("name", ["", "both"])
-def test_each_data_source_of_a_set_has_a_gain_of_its_own(name: str, tmp_path: Path) -> None:
-    """An evaluation has an accuracy of each where a set has several."""
-
-    def answers(right: str) -> list[Group]:
-        return [
-            asked(number, text, text, float(text in right), source="aime" if text in "ab" else "gsm8k")
-            for number, text in enumerate("abcde")
-        ]
-
-    def line(step: int, right: str) -> dict[str, float]:
-        return {"step": step, **metrics(summaries(Answered(version=step, sets={name: tuple(answers(right))})))}
-
-    folder = write_run(tmp_path / "run", [line(0, ""), step_line(1, 0.5), line(1, "acde")])
-    store = store_starts(folder, ((1,), True, 0))
-    for step, right in ((0, ""), (1, "acde")):
-        store.evaluation(step, name or UNNAMED, answers(right))
-    store.close()
-    gains = {one.set: one.gain and (one.gain.value, one.gain.problems) for one in results(read_run(folder)).held_out}
-    under = f"{name}/" if name else ""
-    assert gains.pop("") == (None if name else (0.8, 5)), "a mean over sets, or the set without a name"
-    assert gains == {f"{under}aime": (0.5, 2), f"{under}gsm8k": (1.0, 3), **({name: (0.8, 5)} if name else {})}
 
 
 def test_what_a_person_is_told(run: Path) -> None:
