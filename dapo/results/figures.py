@@ -1,14 +1,13 @@
 """Computes the results of a run: first and last accuracy, tokens, seconds, faults, GPU hours. `dapo.results.runs` reads
 the input; `summary.json`, `dapo.compare` and the end of a run show the `Results`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from dapo.evaluation.estimates import Estimate, over_problems
 from dapo.report.store.reader import PHASES
-from dapo.results.runs import Problems, Records, Run, evaluated, known
+from dapo.results.runs import ACCURACY, Problems, Records, Run, known
 from dapo.state.changes import value_of
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
@@ -41,8 +40,8 @@ class Difference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
     """Accuracy over the steps of a run. set: of held-out problems; "" for the unnamed one, or the mean over sets;
-    SOURCE or SET/SOURCE for a data source of a set that has several. gain: paired by problem; None for sampled groups,
-    and if the first and the last evaluation are not known to share a problem."""
+    SOURCE or SET/SOURCE for a data source of a set that has several. gain: of a set, paired by problem; None if
+    the first and the last evaluation of the run are not known to share one of its problems."""
 
     set: str
     first: Point
@@ -105,30 +104,24 @@ def results(run: Run) -> Results:
         faults=_faults(run),
         gpus=run.starts[-1].gpus if run.starts else None,
         gpu_hours=hours if run.starts else None,
-        latest={name: _mean([record.get(name, math.nan) for record in steps[-WINDOW:]]) for name in LATEST},
+        latest={name: _mean([known(record, name) for record in steps[-WINDOW:]]) for name in LATEST},
         inputs=dict(run.inputs),
     )
 
 
 def _held_out(run: Run) -> list[Accuracy]:
     gains = differences(*run.problems) if len(run.problems) == 2 else {}
+    matches = (match for record in run.records for name in record if (match := ACCURACY.fullmatch(name)))
     found = []
-    for name, steps in sorted(evaluated(run.records).items()):
-        metric = f"eval/{name}/accuracy" if name else "eval/accuracy"
-        by_step = {record["step"]: record for record in run.records if known(record, metric) is not None}
+    for name, metric in sorted({match[1] or "": match[0] for match in matches}.items()):
+        records = {record["step"]: record for record in run.records if known(record, metric) is not None}
         points = [
-            Point(
-                step=step,
-                value=by_step[step][metric],
-                low=known(by_step[step], f"{metric}_low"),
-                high=known(by_step[step], f"{metric}_high"),
-            )
-            for step in steps
+            Point(step=step, value=one[metric], low=known(one, f"{metric}_low"), high=known(one, f"{metric}_high"))
+            for step, one in sorted(records.items())
         ]
-        best = max(points, key=lambda point: point.value)
-        paired = len(points) > 1 and points[-1].low is not None  # no mean over sets
-        gain = gains.get(name) if paired else None
-        found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
+        if points:
+            best = max(points, key=lambda point: point.value)
+            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gains.get(name)))
     return found
 
 
@@ -154,19 +147,12 @@ def _over_steps(records: Records, step: int) -> Point:
 
 
 def differences(before: Problems, after: Problems) -> dict[str, Difference]:
-    """Returns the gain of `after` over the problems that both scored, by the names of `eval/` metrics. There is one per
-    set, and one per data source if `after` has several in a set."""
+    """Returns the gain of `after` over the problems that both scored, by set."""
     found = {}
     for name in dict.fromkeys(problem.set for problem in after):
-        there, here = ({key: one[key] for key in one if key.set == name} for one in (before, after))
-        parts = {name: here}
-        if len(sources := dict.fromkeys(key.source for key in here)) > 1:
-            of = f"{name}/" if name else ""
-            parts |= {of + source: {key: here[key] for key in here if key.source == source} for source in sources}
-        for part, problems in parts.items():
-            if both := _paired(there, problems):
-                one: Estimate = over_problems({"": both})[""]
-                found[part] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
+        if both := _paired(*({key: one[key] for key in one if key.set == name} for one in (before, after))):
+            one: Estimate = over_problems({"": both})[""]
+            found[name] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
     return found
 
 
@@ -185,26 +171,22 @@ def _paired(before: Problems, after: Problems) -> list[float]:
 
 
 def _faults(run: Run) -> dict[str, int]:
-    """Counts survived faults. Metrics restart at 0 with each start; warnings give the losses after its last step."""
+    """Counts survived faults. The metrics begin at 0 with each start."""
     start_of = {step: number for number, start in enumerate(run.starts) for step in start.steps}
     found = {}
     for name in RESTARTED:
-        total = before = 0.0
-        last = None
+        total = before = start = 0.0
         for record in run.steps:
-            value = known(record, f"perf/restarted_{name}") or 0.0
-            start = start_of.get(record["step"], last)  # a step that the store lacks is of the start before it
-            if start != last or value < before:
-                before = 0.0
-            total += value - before
-            before, last = value, start
-        found[f"restarted_{name}"] = round(total) + run.late_losses.get(name, 0)
+            value, here = known(record, f"perf/restarted_{name}") or 0.0, start_of.get(record["step"], start)
+            total += value if here != start or value < before else value - before
+            before, start = value, here
+        found[f"restarted_{name}"] = round(total)
     if run.failed_saves is not None:
         found["failed_saves"] = run.failed_saves
         found["killed_starts"] = sum(not start.ended for start in run.starts[:-1])  # the newest may be running
     return found
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None

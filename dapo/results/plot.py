@@ -1,7 +1,5 @@
-"""Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`. Reads the
-metrics.jsonl of each run. Writes one PNG with accuracy, response length and entropy against the step, and with
-`--against` tokens and seconds, with all runs overlaid; runs whose names differ in the seed only have one colour. Needs
-matplotlib, of the `dev` extra."""
+"""Draws the learning curves of runs as one PNG: accuracy, response length and entropy against the step, tokens or
+seconds. Runs whose names differ in the seed only have one colour. Needs matplotlib, of the `dev` extra."""
 
 import math
 import re
@@ -9,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.report.log import METRICS, read_metrics
-from dapo.results.runs import labels, positions
+from dapo.results.runs import positions
 
 # (title, metric, whether it is measured occasionally and drawn as points)
 PANELS = (
@@ -33,7 +30,7 @@ def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], l
     return steps, [found[step] for step in steps]
 
 
-def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
+def draw(runs: dict[str, Any], out: Path, against: Sequence[str] = ("step",)) -> None:
     """Draws `runs`, the records of each by label, to `out`. against: of `AXES`; one column each if there are several.
     Runs that differ in their seeds only share a colour. Raises ValueError when matplotlib is missing or `out` cannot be
     written."""
@@ -65,8 +62,6 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
         _limits(axis, metric, each)
     for number, axis in enumerate(axes[-1]):
         axis.set_xlabel(AXES[against[number % len(against)]])
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if len(runs) > 1:
         lines = [plt.Line2D([], [], color=colour, linewidth=2) for colour in colours.values()]
         figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)), frameon=False)
@@ -91,17 +86,3 @@ def _limits(axis: Any, metric: str, against: str) -> None:
     if against != "step":
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.set_ylim(0.0, 1.0 if "accuracy" in metric else None)
-
-
-def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the records of each run by label. Raises ValueError for a folder without metrics."""
-    runs = {}
-    for folder, label in zip(folders, labels(folders), strict=True):
-        path = folder / METRICS
-        if not path.is_file():
-            raise ValueError(f"`RUN_DIR` ({folder}) holds no {METRICS}; give the `trainer.output_dir` of a run")
-        records = read_metrics(path)
-        if not records:
-            raise ValueError(f"{path} is empty; wait for the run's first step")
-        runs[label] = records
-    return runs

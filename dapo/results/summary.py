@@ -12,7 +12,7 @@ from dapo.ground.durable import write_text
 from dapo.ground.table import duration
 from dapo.report.log import METRICS
 from dapo.report.store.reader import PHASES
-from dapo.results.figures import RESTARTED, Accuracy, Difference, Point, Results, results
+from dapo.results.figures import Accuracy, Difference, Point, Results, results
 from dapo.results.runs import read_run
 from dapo.state.lease import LeaseLost
 
@@ -41,25 +41,19 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
     """Writes the files and prints the summary; does nothing without a step. check: as in `concluded`."""
     try:
         check()
-        if not (folder / METRICS).is_file():
-            raise FileNotFoundError(f"{folder / METRICS} is not there, or no file")
         run = read_run(folder)
         if not run.steps:
             return
         found = results(run)
         write_text(folder / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
         say(text(found))
-    except LeaseLost:
-        return
-    except Exception as error:  # whatever a disk or a damaged file raises
-        warn(f"{folder / SUMMARY} is not written: {type(error).__name__}: {error}")
-        return
-    try:
         from dapo.results.plot import draw  # matplotlib takes a second, and only here
 
-        draw({run.name: run.records}, folder / CURVES, "")
-    except Exception as error:  # whatever a disk or a library raises
-        warn(f"{folder / CURVES} is not drawn: {error}")
+        draw({run.name: run.records}, folder / CURVES)
+    except LeaseLost:
+        return
+    except Exception as error:  # whatever a disk, a library or a damaged file raises
+        warn(f"the summary of {folder} is not complete: {type(error).__name__}: {error}")
 
 
 def text(found: Results) -> str:
@@ -88,9 +82,8 @@ def taken(found: Results) -> str:
 def _moved(name: str, one: Accuracy) -> str:
     moved = f"{name}: {point(one.first)} at step {one.first.step} -> {point(one.last)} at step {one.last.step}"
     best = f"; best {shown(one.best.value)} at step {one.best.step}" if one.best.value > one.last.value else ""
-    paired = one.last.low is not None and one.first.step < one.last.step and name != DRAWN  # no mean over sets
-    gain = difference(one.gain) if one.gain else "-, for both evaluations are not known to share a problem"
-    return f"{moved}{f'; gain {gain}' if paired else ''}{best}"
+    gain = f"; gain {difference(one.gain)}" if one.gain else ""
+    return f"{moved}{gain}{best}"
 
 
 def shown(value: float | None, form: str = ".3f") -> str:
@@ -116,8 +109,7 @@ def share(found: Results, phase: str) -> str:
 
 
 def faults(found: Results) -> str:
-    words = {f"restarted_{name}": f"{name.replace('_', ' ')} restarted" for name in RESTARTED}
-    counts = [f"{words.get(name, name.replace('_', ' '))} {count}" for name, count in found.faults.items() if count]
+    counts = [f"{name.replace('_', ' ')} {count}" for name, count in found.faults.items() if count]
     return ", ".join(counts) or "no fault"
 
 

@@ -1,5 +1,4 @@
-"""Decides when it pays to wake engines on the actors' GPUs, in a run (`dapo.sampling.lender`, `trainer.colocate=lend`)
-and in `dapo.simulate`."""
+"""Decides when it pays to wake engines on the actors' GPUs (`dapo.sampling.lender`, `trainer.colocate=lend`)."""
 
 from dataclasses import dataclass
 

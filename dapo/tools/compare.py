@@ -1,13 +1,12 @@
 """Lays runs side by side: `python -m dapo.compare RUN RUN ...`. Results with confidence intervals and differences of
-the configurations, as Markdown or JSON, a column per run, `-` for a missing value. It only reads files, also of a
+the configurations, as Markdown, a column per run, `-` for a missing value. It only reads files, also of a
 running run, without Ray or torch."""
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from dapo.ground.console import say
@@ -15,12 +14,11 @@ from dapo.ground.table import duration, table
 from dapo.report.store.reader import PHASES
 from dapo.results.figures import LATEST, WINDOW, Accuracy, Difference, Point, Results, differences, results
 from dapo.results.plot import AXES, draw
-from dapo.results.runs import Run, labels, read_run
+from dapo.results.runs import Run, read_runs
 from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown, taken
 from dapo.state.changes import values
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
-FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
 Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the first
 Row = tuple[str, Callable[[Results], str]]
 
@@ -72,18 +70,10 @@ def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
 
 def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Returns the keys that differ between runs, each with its value in every run. A key that a run lacks has its
-    default; of paths only the last part is compared."""
-    each = [values(_without_folders(config)) for config in configs]
+    default."""
+    each = [values(dict(config)) for config in configs]
     rows = {key: [one[key] for one in each] for key in each[0] if key not in LEFT_OUT}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_folders(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_folders(each) for each in value]
-    return PurePath(value).name if isinstance(value, str) and value.startswith(FOLDERS) else value
 
 
 def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:
@@ -100,20 +90,14 @@ def parser() -> argparse.ArgumentParser:
     program = argparse.ArgumentParser(prog="python -m dapo.compare", description="Lays runs side by side.")
     program.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     program.add_argument("--png", type=Path, metavar="FILE", help="draw the curves over steps, tokens and seconds")
-    program.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return program
 
 
-def compare(runs: Sequence[Run], as_json: bool) -> str:
+def compare(runs: Sequence[Run]) -> str:
     found = [results(run) for run in runs]
     first = runs[0].problems[-1] if runs[0].problems else {}
     gains = [{}, *[differences(first, run.problems[-1]) if run.problems else {} for run in runs[1:]]]
     differing = configuration_differences([run.config for run in runs])
-    if as_json:
-        every = zip(found, gains, strict=True)
-        told = [{**asdict(run), "against_first": {name: asdict(one) for name, one in of.items()}} for run, of in every]
-        keys = {key: dict(zip([run.name for run in found], row, strict=True)) for key, row in differing.items()}
-        return json.dumps({"runs": told, "configuration": keys}, indent=1)
     parts = [results_table(found, gains)]
     if len(runs) > 1:
         names = [run.name for run in runs]
@@ -125,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the comparison, and draws it with `--png`."""
     given = parser().parse_args(arguments)
     try:
-        runs = [read_run(folder, label) for folder, label in zip(given.runs, labels(given.runs), strict=True)]
-        say(compare(runs, given.json))
+        runs = read_runs(given.runs)
+        say(compare(runs))
         if given.png:
-            draw({run.name: run.records for run in runs}, given.png, "", tuple(AXES))
+            draw({run.name: run.records for run in runs}, given.png, tuple(AXES))
     except (ValueError, OSError) as error:
         sys.exit(f"dapo.compare: {error}")
 

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo.results.plot import AXES, draw, load_runs
+from dapo.results.plot import AXES, draw
+from dapo.results.runs import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -13,10 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")
     parser.add_argument("--against", nargs="+", choices=AXES, default=["step"], help="the x axes (default: step)")
-    parser.add_argument("--title", default="", help="headline of the picture")
     given = parser.parse_args(arguments)
     try:
-        draw(load_runs(given.runs), given.out, given.title, given.against)
+        draw({run.name: run.records for run in read_runs(given.runs)}, given.out, given.against)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(given.out)

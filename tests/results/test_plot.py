@@ -1,20 +1,13 @@
 """The picture of runs: what is drawn from the metrics, and the errors of its command line."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dapo.results.plot import kinds_of, load_runs, series
+from dapo.results.plot import kinds_of, series
+from dapo.results.runs import read_runs
 from dapo.tools.plot import main
-
-
-def write_run(folder: Path, records: list[dict[str, Any]]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
+from tests.support.results.run_files import write_run
 
 
 def test_a_series_takes_the_last_record_of_a_step_and_no_nan():
@@ -26,7 +19,7 @@ def test_a_series_takes_the_last_record_of_a_step_and_no_nan():
 
 def test_labels_tell_runs_apart(tmp_path):
     folders = [write_run(tmp_path / name, [{"step": 1}]) for name in ("a/seed0", "b/seed0", "b/seed1")]
-    assert list(load_runs(folders)) == ["a/seed0", "b/seed0", "seed1"]
+    assert [run.name for run in read_runs(folders)] == ["a/seed0", "b/seed0", "seed1"]
 
 
 def test_a_picture_is_written(tmp_path, capsys):
@@ -35,7 +28,7 @@ def test_a_picture_is_written(tmp_path, capsys):
     records = [{"step": 0, "eval/accuracy": 0.4}, *({"step": i, **step} for i in (1, 2, 3))]
     runs = [write_run(tmp_path / name, records) for name in ("one", "two")]
     out = tmp_path / "two.png"
-    main([*map(str, runs), "--out", str(out), "--title", "sums", "--against", "step", "seconds"])
+    main([*map(str, runs), "--out", str(out), "--against", "step", "seconds"])
     assert out.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out == f"{out}\n"
 
 
@@ -54,7 +47,7 @@ def test_runs_that_differ_in_their_seed_are_of_one_kind(labels, kinds):
 @pytest.mark.parametrize(
     ("run", "out", "message"),
     [
-        pytest.param("nothing", "a.png", "nothing. holds no metrics.jsonl", id="no-run"),
+        pytest.param("nothing", "a.png", "nothing is no run", id="no-run"),
         pytest.param("good", "nowhere/a.png", "nowhere/a.png cannot be written", id="no-folder"),
     ],
 )

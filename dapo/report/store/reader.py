@@ -3,7 +3,6 @@
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -99,9 +98,6 @@ class Reader:
     def visits(self, prompt: int) -> Rows:
         return self._all(f"{GROUPS} WHERE groups.prompt = ? ORDER BY draw", prompt)
 
-    def visit(self, draw: int) -> dict[str, Any] | None:
-        return next(iter(self._all(f"{GROUPS} WHERE draw = ?", draw)), None)
-
     def prompt(self, prompt: int) -> dict[str, Any] | None:
         """A training prompt with its text and its columns of `prompt_history`; None if it was not drawn."""
         query = (
@@ -110,11 +106,11 @@ class Reader:
         )
         return next(iter(self._all(query, prompt)), None)
 
-    def prompts(self, limit: int, *, least: bool = False) -> Rows:
-        """Drawn prompts with most visits first, or least; columns of `prompt_history`, and `share` of all visits."""
+    def prompts(self, limit: int) -> Rows:
+        """Drawn prompts with most visits first; columns of `prompt_history`, and `share` of all visits."""
         return self._all(
             "SELECT *, visits * 1.0 / (SELECT count(*) FROM groups) AS share FROM prompt_history "
-            f"ORDER BY visits {'ASC' if least else 'DESC'}, prompt LIMIT ?",
+            "ORDER BY visits DESC, prompt LIMIT ?",
             limit,
         )
 
@@ -127,10 +123,6 @@ class Reader:
             f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
         )
 
-    def number_of(self, kind: str, step: int | None = None) -> int:
-        which, _ = WHERE[kind]
-        return self._number(f"SELECT count(*) FROM answers WHERE {which} AND step = coalesce(?, step)", step)
-
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
         """Answers that contain `text`, newest first; the case of ASCII letters is ignored."""
         pattern = "%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in text) + "%"
@@ -141,23 +133,6 @@ class Reader:
             step,
             limit,
         )
-
-    def unsearched(self, step: int | None = None) -> dict[str, int]:
-        """Counts `answers`, those whose text is `missing`, and those with the middle `cut` out."""
-        return self._all(
-            "SELECT count(*) AS answers, sum(text IS NULL) AS missing, sum(text_bytes <> length(CAST(text AS BLOB))) "
-            "AS cut FROM answers WHERE step = coalesce(?, step)",
-            step,
-        )[0]
-
-    def rewards(self, last: int) -> Iterator[tuple[int, float | None, dict[str, float | None]]]:
-        """Yields draw, accuracy and reward by function of every response of the newest `last` steps, group by group."""
-        query = (
-            "SELECT draw, responses.accuracy, parts FROM responses JOIN groups USING (draw) "
-            "WHERE step > (SELECT max(step) FROM steps) - ? ORDER BY draw"
-        )
-        for draw, accuracy, parts in self._connection.execute(query, (last,)):
-            yield draw, accuracy, json.loads(parts)
 
     def metrics(self, *patterns: str) -> dict[str, dict[int, float]]:
         """Metrics whose name fits one of the GLOB patterns, by name and step; only finite values."""
@@ -206,14 +181,6 @@ class Reader:
     def count(self, kind: str) -> int:
         return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
 
-    def warnings_after_steps(self) -> list[str]:
-        """Warnings of each start after its last step, which no line of metrics counts."""
-        found = self._all(
-            "SELECT message FROM events WHERE kind = 'warning' AND at > "
-            "coalesce((SELECT max(at) FROM steps WHERE steps.run = events.run), 0) ORDER BY event"
-        )
-        return [row["message"] for row in found]
-
     def held_out(self, step: int) -> Rows:
         """Held-out problems that policy version `step` answered: name of the set, columns of `prompts`, mean accuracy
         of the scored answers; a problem without any is left out."""
@@ -223,16 +190,6 @@ class Reader:
             "HAVING count(accuracy) > 0 ORDER BY name, prompt",
             step,
         )
-
-    def warnings(self, step: int) -> list[str]:
-        """Warnings while the step was collected and trained on; if it was trained on again, those of the last time."""
-        found = self._all(
-            "SELECT message FROM events WHERE kind = 'warning' AND step = ? AND run = (SELECT run FROM steps "
-            "WHERE step = ? + 1) AND event > coalesce((SELECT max(event) FROM events WHERE kind = 'resume' "
-            "AND step <= ?), 0) ORDER BY event",
-            *[step - 1] * 3,
-        )
-        return [row["message"] for row in found]
 
     def _number(self, query: str, *values: object) -> int:
         return int(self._connection.execute(query, values).fetchone()[0])

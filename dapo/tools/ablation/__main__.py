@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(text := report(ladder, unfinished))
         write_text(given.out / "ablation.md", text)
         runs = {f"{rung}-seed{seed}": run.records for rung, of in ladder.items() for seed, run in of.items()}
-        draw(runs, given.out / "ablation.png", "", ("step", "tokens", "seconds"))
+        draw(runs, given.out / "ablation.png", ("step", "tokens", "seconds"))
     except KeyboardInterrupt:
         end("interrupted; the same command continues the ladder", 130)
     except (ValueError, OSError) as error:

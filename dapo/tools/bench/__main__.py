@@ -39,10 +39,6 @@ def parser() -> argparse.ArgumentParser:
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
     rewards.add_argument("--responses", type=positive, default=20_000)
-    update = command("update", "update", "run", "updates against a loop written by hand")
-    update.add_argument("--shapes", nargs="+", choices=LENGTHS, default=list(LENGTHS))
-    update.add_argument("--repeats", type=positive, default=10, help="measured rounds")
-    update.add_argument("--prompt", type=positive, default=0, help="tokens of a group's prompt (default: 10 to 20)")
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
     _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
     _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
@@ -50,34 +46,34 @@ def parser() -> argparse.ArgumentParser:
     return program
 
 
+def _models(command: argparse.ArgumentParser, models: Sequence[str]) -> None:
+    command.add_argument("--models", nargs="+", default=list(models), help="names in config/models, or directories")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    command.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
+
+
 def _device(device: argparse.ArgumentParser) -> None:
+    _models(device, MODELS)
     device.add_argument("--repeats", type=positive, default=3, help="measured updates")
-    device.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
     device.add_argument("--tokens", type=positive, nargs="+", default=[4096, 20_480], help="of one micro-batch")
     device.add_argument("--sequences", type=positive, default=1, help="equal sequences in a micro-batch")
     device.add_argument("--micro-batches", type=positive, default=4, help="of one update")
-    device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     device.add_argument("--peak-flops", type=float, default=PEAK_FLOPS["H200"], help="of the device, per second")
-    device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
     device.add_argument("--output", default="bench_device.jsonl", help="where the rows are appended")
 
 
 def _cycle(cycle: argparse.ArgumentParser) -> None:
-    cycle.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
+    _models(cycle, MODELS)
     cycle.add_argument("--cycles", type=positive, default=20, help="measured ones")
     cycle.add_argument("--tokens", type=int, default=4096, help="of the update in each cycle; 0: none")
     cycle.add_argument("--bucket-mib", type=positive, default=1024, help="of the weight sync")
-    cycle.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    cycle.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
 
 
 def _host(host: argparse.ArgumentParser) -> None:
-    host.add_argument("--models", nargs="+", default=list(MODELS[:1]), help="names in config/models, or directories")
+    _models(host, MODELS[:1])
     host.add_argument("--requests", type=positive, nargs="+", default=[64, 512], help="that run at once")
     host.add_argument("--tokens", type=positive, default=1024, help="of a response at most")
     host.add_argument("--rounds", type=positive, default=3, help="measured rounds of each")
-    host.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    host.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
 
 
 def _sync(sync: argparse.ArgumentParser) -> None:

@@ -16,23 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo.config.derived import device_of
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
-from dapo.driver.fleet import STOP_GRACE_S
 from dapo.tools.bench.setting import (
     LEARNT_NOTHING,
     TIMEOUT_S,
     VOCABULARY,
     Recording,
     cluster,
+    engines_and_actors,
     of_models,
     one_device_config,
     random_batch,
 )
 from workers.actor import ActorPool
-from workers.engines.arguments import engine_args
-from workers.placement import Placement
 from workers.remote import wait
 from workers.rollout import RolloutPool
 from workers.weight_sync import WeightSync
@@ -83,27 +80,17 @@ def free_bytes(worker: Any) -> int:
 
 
 async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
-    device = device_of(cfg)
+    rows = []
     with cluster(cfg):
-        placement = Placement(cfg, device)
-        pool, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
-        try:
-            await actors.find()
-            gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
-            await pool.start(cfg.model.path, engine_args(cfg, device), gpus)
-            await pool.sleep()
-            await actors.start()
-            cycle = Cycle(cfg, pool, actors, tokens)
-            rows = []
+        async with engines_and_actors(cfg) as (engines, actors):
+            cycle = Cycle(cfg, engines, actors, tokens)
             for number in range(1 - WARM_UP, cycles + 1):
                 row = await cycle.run()
                 if number > 0:
                     rows.append(row)
-                    print(f"cycle {number}: {shown(row)}", flush=True)
-            return rows
-        finally:
-            actors.close()
-            await pool.stop(STOP_GRACE_S)
+                    seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
+                    print(f"cycle {number}: {seconds}", flush=True)
+    return rows
 
 
 class Cycle:
@@ -148,11 +135,6 @@ class Cycle:
         actors = await self._actors.policy_logprobs(canaries)
         pairs = zip(actors, canaries, strict=True)
         return max(float(np.abs(a - canary.rollout_logprobs).mean()) for a, canary in pairs)
-
-
-def shown(row: Row) -> str:
-    seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
-    return f"{seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB  difference {row['difference']:.1e}"
 
 
 def report(model: str, rows: Sequence[Row]) -> list[str]:

@@ -24,7 +24,6 @@ WANTED_P50_MS = 1.0
 CHARS = 2000
 AT_ONCE = 16  # responses in flight per child, as many as a group has
 WARM_UP = 500
-MIN_RESPONSES = 100
 WORDS = (*"then we add both sides and find that equals 12, so".split(), "$x^2 + 3x$", "= 40.5", "\n")
 ANSWERS = ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "{}.", "x = {}", "{}.0", "{} dollars")
 LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
@@ -102,10 +101,6 @@ def bare(function: str, items: list[Item]) -> float:
 
 
 def run(given: argparse.Namespace) -> None:
-    if given.responses < MIN_RESPONSES:
-        raise ValueError(
-            f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"
-        )
     items = ordinary_answers(given.responses, given.function)
     figures, right = asyncio.run(measure(given, items))
     figures["bare calls/s"] = bare(given.function, items)

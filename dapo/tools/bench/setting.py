@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.config.compose import compose
-from dapo.config.derived import device_of
+from dapo.config.derived import device_of, shares_gpus
 from dapo.config.facts.model_shape import read_config, read_shape
 from dapo.config.schema import Config
 from dapo.driver.fleet import STOP_GRACE_S, build_pools, ray_cluster
@@ -30,6 +30,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.tiny.tokenizer import make_tokenizer
 from dapo.types import Prompt, TrainBatch, TrainSequence
+from workers.actor import ActorPool
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
 from workers.rollout import RolloutPool
@@ -98,6 +99,27 @@ async def engine(cfg: Config) -> AsyncIterator[RolloutPool]:
         yield pool
     finally:
         await pool.stop(STOP_GRACE_S)
+
+
+@asynccontextmanager
+async def engines_and_actors(cfg: Config) -> AsyncIterator[tuple[RolloutPool, ActorPool]]:
+    """Starts both; where they share GPUs the engines are left asleep."""
+    device = device_of(cfg)
+    placement = Placement(cfg, device)
+    engines, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
+    try:
+        if shares_gpus(cfg):  # an engine measures free memory, so the actors load while it sleeps
+            await actors.find()
+            gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
+            await engines.start(cfg.model.path, engine_args(cfg, device), gpus)
+            await engines.sleep()
+        else:
+            await engines.start(cfg.model.path, engine_args(cfg, device))
+        await actors.start()
+        yield engines, actors
+    finally:
+        actors.close()
+        await engines.stop(STOP_GRACE_S)
 
 
 @asynccontextmanager

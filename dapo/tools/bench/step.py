@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
+import torch
+from transformers import AutoModelForCausalLM
 
+from dapo.config.derived import shares_prompts
 from dapo.config.schema import Config
 from dapo.ground.table import table
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.tools.bench.setting import Recording, run_config, trainer, workers
 from dapo.tools.bench.shapes import LENGTHS
-from dapo.tools.bench.update import BareRank
 from dapo.types import Request, Response, TrainBatch
-from workers.actor import split_batch
+from workers.actor import RankWork, split_batch
 from workers.engines.requests import Unfinished
 from workers.remote import wait
 from workers.rollout import RolloutPool as Engines
+from workers.training.forward.attention import implementation
+from workers.training.forward.policy import PackedPolicy, collate
 
 ALLOWANCE_S = 0.2  # of a step beyond its floors, before the factor
 FACTOR = 1.25
@@ -59,6 +63,27 @@ class RecordingActors(Recording):
     async def update(self, batch: TrainBatch) -> Updated:
         self.batch = batch
         return await self._pool.update(batch)
+
+
+class BareRank:
+    """Forward and backward through the trainer's own log-probabilities."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._shared = shares_prompts(cfg)
+        torch.set_num_threads(cfg.actor.cpu_threads)
+        kind = implementation(cfg.model.attn_implementation)
+        model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation=kind)
+        self._policy = PackedPolicy(model, cfg.rollout.temperature).train()
+
+    def run(self, work: RankWork) -> float:
+        began = time.perf_counter()
+        for k in work.order:
+            for sequences in work.minibatches[k]:
+                batch = collate(sequences, torch.device("cpu"), share_prompts=self._shared)
+                logprobs, _ = self._policy(batch)
+                (-batch.weights * batch.advantages * logprobs).sum().backward()
+        self._policy.zero_grad()
+        return time.perf_counter() - began
 
 
 def engine_alone(worker: Any, requests: Sequence[Request]) -> float:

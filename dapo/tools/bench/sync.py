@@ -13,18 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo.config.checks import validate
-from dapo.config.derived import device_of, shares_gpus
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
-from dapo.driver.fleet import STOP_GRACE_S
 from dapo.ground.table import table
 from dapo.tiny.random_model import make_random_model
-from dapo.tools.bench.setting import cluster
+from dapo.tools.bench.setting import cluster, engines_and_actors
 from dapo.tools.bench.shapes import SYNC_SHAPES
-from workers.actor import ActorPool
-from workers.engines.arguments import engine_args
-from workers.placement import Placement
-from workers.rollout import RolloutPool
 from workers.weight_sync import WeightSync
 
 LENGTH = 64  # tokens of prompt and response; nothing is generated
@@ -51,20 +45,9 @@ def to_config(options: argparse.Namespace, path: str) -> Config:
 
 async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {transport: [] for transport in transports}
+    versions = itertools.count(1)
     with cluster(cfg):
-        device = device_of(cfg)
-        placement = Placement(cfg, device)
-        engines, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
-        versions = itertools.count(1)
-        try:
-            if shares_gpus(cfg):  # an engine measures free memory, so the actors load while it sleeps
-                await actors.find()
-                gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
-                await engines.start(cfg.model.path, engine_args(cfg, device), gpus)
-                await engines.sleep()
-            else:
-                await engines.start(cfg.model.path, engine_args(cfg, device))
-            await actors.start()
+        async with engines_and_actors(cfg) as (engines, actors):
             for transport in [*transports] * turns:
                 cfg.weight_sync.transport = transport
                 sync = WeightSync(actors, engines, cfg)
@@ -73,9 +56,6 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
                     began = time.monotonic()
                     await sync(next(versions))
                     seconds[transport].append(time.monotonic() - began)
-        finally:
-            actors.close()
-            await engines.stop(STOP_GRACE_S)
     return seconds
 
 

@@ -6,23 +6,21 @@ import re
 import sqlite3
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dapo.algorithm.fate import DROPPED
-from dapo.ground.console import warn
 from dapo.report.store.reader import WHERE, Reader
 from dapo.report.store.schema import DATABASE
 from dapo.tools.inspect import findings as rules
 from dapo.tools.inspect import page
-from dapo.tools.inspect.findings import MIN_STEPS, agreements, figures, why, why_slow
+from dapo.tools.inspect.findings import MIN_STEPS, figures, why
 from dapo.tools.inspect.show import around, beginning, block, cell, ending, table
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
-SET_ASIDE = "samples.*.sqlite"  # of another version, or damaged
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
@@ -30,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
     program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
-    program.set_defaults(show=steps, last=20, slowest=False)
+    program.set_defaults(show=steps, last=20)
     questions = program.add_subparsers(dest="question", metavar="QUESTION", help="default: steps")
 
     def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
@@ -40,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
 
     one = question("steps", steps, "a line per step: groups, answers, seconds by phase")
     one.add_argument("--last", type=int, default=20, help="newest steps (20)")
-    one.add_argument("--slowest", action="store_true", help="the slowest of all first, and why")
     for name, show, what in (
         ("step", step, "the groups of a step, and why each was trained on or dropped"),
         ("prompt", prompt, "a prompt, and every visit to it"),
@@ -49,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
         question(name, show, what).add_argument("number", type=int)
     one = question("prompts", prompts, "how often each prompt was drawn, the most drawn first, with its pass rate")
     one.add_argument("--limit", type=int, default=20, help="prompts (20)")
-    one.add_argument("--least", action="store_true", help="the least drawn first")
     for kind in WHERE:
         one = question(kind, answers, f"{kind} answers")
         one.set_defaults(kind=kind)
@@ -58,8 +54,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("text")
     _bounds(one)
     question("evaluations", evaluations, "held-out accuracy by step, the best marked")
-    one = question("rewards", rewards, "reward functions, the one that disagrees most with the accuracy first")
-    one.add_argument("--last", type=int, default=50, help="newest steps (50)")
     question("findings", findings, "what to look at, in figures, and the keys that change it")
     one = question("events", events, "faults, restarts, saves and resumes, the newest last")
     one.add_argument("--last", type=int, default=30, help="newest events (30)")
@@ -73,23 +67,10 @@ def _bounds(question: argparse.ArgumentParser) -> None:
 
 def steps(store: Reader, given: argparse.Namespace) -> None:
     every = store.steps()
-    numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
-    newest = every[max(0, len(every) - given.last) :]
-    rest = (*DROPPED, "accuracy", "length", "truncated")
-    if not given.slowest:
-        rows = [[row[name] for name in (*numbers, *rest)] for row in newest]
-        table(f"{len(every)} steps{_which(every, len(newest))}", (*numbers, *rest), rows, numbers=14)
-        return
-    slowest = sorted(every, key=lambda row: -(row["seconds"] or 0.0))[: given.last]
-    rows = [
-        [*[row[name] for name in numbers], row["longest"], why_slow(row, every, store.warnings(row["step"]))]
-        for row in slowest
-    ]
-    table("slowest steps", (*numbers, "longest", "why"), rows, numbers=8)
-
-
-def _which(every: Sequence[Mapping[str, Any]], newest: int) -> str:
-    return f", {every[-newest]['step']} to {every[-1]['step']} shown" if 0 < newest < len(every) else ""
+    names = ("step", "seconds", "generation", "update", "sync", "drawn", "trained", *DROPPED)
+    names += ("accuracy", "length", "truncated")
+    rows = [[row[name] for name in names] for row in every[max(0, len(every) - given.last) :]]
+    table(f"{len(every)} steps", names, rows, numbers=len(names))
 
 
 def step(store: Reader, given: argparse.Namespace) -> None:
@@ -118,7 +99,7 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
 
 def prompts(store: Reader, given: argparse.Namespace) -> None:
     names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
-    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit, least=given.least)]
+    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit)]
     table("prompts by visits", (*names, "last fate"), rows, numbers=7)
 
 
@@ -140,11 +121,9 @@ def draw(store: Reader, given: argparse.Namespace) -> None:
 
 def answers(store: Reader, given: argparse.Namespace) -> None:
     found = store.answers(given.kind, given.limit, given.step)
-    there = store.number_of(given.kind, given.step)
     rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
     names = (*ANSWER, "group", "truth", "end of the answer")
-    of = "the run" if given.step is None else f"step {given.step}"
-    table(f"{given.kind} answers: {len(found)} of {there} in {of}", names, rows, numbers=len(ANSWER))
+    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER))
 
 
 def _fate(answer: dict[str, Any]) -> str:
@@ -155,15 +134,6 @@ def search(store: Reader, given: argparse.Namespace) -> None:
     found = store.search(given.text, given.limit, given.step)
     rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
     table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
-    counts = store.unsearched(given.step)
-    reasons = {
-        "missing": "have no text that was kept (`logging.sample_fraction`, `max_text_bytes`, `max_store_bytes`)",
-        "cut": "have only their beginning and their end (`logging.max_text_bytes`)",
-    }
-    if left_out := [
-        f"{counts[name]} of {counts['answers']} {words}" for name, words in reasons.items() if counts[name]
-    ]:
-        block("not all of it was searched", "\n".join(left_out))
 
 
 def evaluations(store: Reader, given: argparse.Namespace) -> None:
@@ -183,23 +153,6 @@ def evaluations(store: Reader, given: argparse.Namespace) -> None:
         block("no evaluation", "`eval.every` and `data.val_files` say when a run evaluates, and on what.")
 
 
-def rewards(store: Reader, given: argparse.Namespace) -> None:
-    found, every = agreements(store.rewards(given.last)), store.steps()
-    rows = [
-        [
-            *(one.disagreement, one.pairs, one.mean(True), one.mean(False), one.worst_draw),
-            one.name + (", which says nothing: as much for both of each pair" if one.silent and one.pairs else ""),
-        ]
-        for one in found
-    ]
-    title = (
-        "of pairs of answers to one prompt, one better than the other: the share in which the function gives the worse "
-        f"one more, or as much (counted half){_which(every, min(given.last, len(every)))}"
-    )
-    names = ("disagrees", "pairs", "mean, right", "mean, wrong", "worst draw", "function")
-    table(title, names, rows, numbers=5)
-
-
 def findings(store: Reader, given: argparse.Namespace) -> None:
     found = rules.findings(figures(store))
     for look in found:
@@ -217,13 +170,7 @@ def events(store: Reader, given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    program = parser()
-    given = program.parse_args(arguments)
-    if given.html is not None and given.question is not None:
-        program.error(f"`--html` shows everything; leave out `{given.question}`")
-    if given.run.is_dir():
-        for other in sorted(given.run.glob(SET_ASIDE)):
-            warn(f"{other} has what was there before the store of this run was begun anew: give it in place of RUN")
+    given = parser().parse_args(arguments)
     try:
         with Reader(given.run) as store:
             if given.html is not None:

@@ -1,12 +1,10 @@
-"""Explains a run in words: why a group was dropped, why a step was slow, how far reward functions agree with accuracy,
-and rules that report problems in figures with the keys to change. Most rules compare the newest steps with the first
-ones (a fifth of the run each)."""
+"""Explains a run in words: why a group was dropped, and rules that report problems in figures with the keys to change.
+Most rules compare the newest steps with the first ones (a fifth of the run each)."""
 
-import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dapo.algorithm.fate import DROPPED, Fate
@@ -16,18 +14,14 @@ Row = Mapping[str, Any]
 
 MIN_STEPS = 10  # fewer show no trend
 WINDOW = (3, 20)  # steps at each end, at least and at most
-REWARD_STEPS = 20  # newest, whose answers are compared with the reward functions
 METRICS = (
     *("actor/entropy", "actor/skipped_steps", "rollout/accuracy", "rollout/truncated", "buffer/*", "reward/failed_*"),
     *("parity/*mean_abs_logprob_diff", "perf/*_s", "perf/engine/idle", "eval/*accuracy*"),
 )
 AT_LIMIT = ("reward/failed_cpu", "reward/failed_memory")  # verdicts: the answer is wrong
 
-MIN_PAIRS = 100  # of answers, before a reward function is judged
-
 ENTROPY_LEFT = 0.5  # of the entropy at the beginning
 TRUNCATED, TRUNCATED_MORE = 0.05, 0.03  # share of the answers, and by how much it has risen
-WRONG_ORDER = 0.2  # share of pairs that a reward function orders against the accuracy
 MOST = 0.5  # share of the groups that are dropped
 UNSCORED = 0.01  # share of the answers
 PARITY_OF_LIMIT, PARITY_GROWTH = 0.5, 3.0  # share of the bound; times the beginning, from a tenth of the bound on
@@ -46,88 +40,6 @@ def why(group: Row) -> str:
     return f"{'trained on' if fate is Fate.TRAINED else f'dropped, {fate.words}'}: {detail}"
 
 
-def why_slow(step: Row, steps: Sequence[Row], warnings: Sequence[str]) -> str:
-    """Describes what took longer than in the median step; "" if nothing did. steps: all."""
-    found = []
-    excess = {phase: (step[phase] or 0.0) - _median(steps, phase) for phase in PHASES}
-    phase = max(excess, key=lambda name: excess[name])
-    if excess[phase] > 0.05 * (step["seconds"] or 0.0):
-        waited = "waited for an " if phase == "evaluation" else ""
-        found.append(f"{waited}{phase} {step[phase]:.3g} s (median {_median(steps, phase):.3g} s)")
-    for name, words in (("drawn", "groups drawn"), ("longest", "tokens in the longest answer")):
-        if (step[name] or 0) > 1.2 * _median(steps, name):
-            found.append(f"{step[name]} {words} (median {_median(steps, name):.0f})")
-    return "; ".join([*found, *warnings])
-
-
-def _median(steps: Sequence[Row], name: str) -> float:
-    return statistics.median([step[name] or 0.0 for step in steps])
-
-
-@dataclass(slots=True)
-class Agreement:
-    """How a reward function orders the answers to one prompt, compared with their accuracies. A pair is two answers of
-    a group with different accuracies. wrong: pairs in which the worse answer got more; even: as much. by_draw: (wrong +
-    even / 2) per group with a wrong pair."""
-
-    name: str
-    pairs: int = 0
-    wrong: int = 0
-    even: int = 0
-    values: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})  # by accuracy above 0.5
-    by_draw: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def disagreement(self) -> float:
-        """Share of pairs in the wrong order, ties as half: 0 agrees, 0.5 no information, 1 contradicts; NaN without
-        pairs."""
-        return (self.wrong + self.even / 2) / self.pairs if self.pairs else float("nan")
-
-    @property
-    def silent(self) -> bool:
-        """Whether both answers of every pair get the same reward."""
-        return self.even == self.pairs
-
-    def mean(self, right: bool) -> float:
-        """Returns the mean over the correct, or over the wrong, answers; NaN without one."""
-        values = self.values[right]
-        return statistics.fmean(values) if values else float("nan")
-
-    @property
-    def worst_draw(self) -> int | None:
-        """The group with the most pairs in the wrong order; None if no pair is in the wrong order."""
-        draw = max(self.by_draw, key=lambda index: self.by_draw[index], default=None)
-        return draw if draw is not None and self.wrong else None
-
-    def add(self, draw: int, scored: Sequence[tuple[float, float]]) -> None:
-        for accuracy, value in scored:
-            self.values[accuracy > 0.5].append(value)
-        wrong = even = pairs = 0
-        for (one, given), (other, gave) in itertools.combinations(scored, 2):
-            if one != other:
-                pairs += 1
-                even += given == gave
-                wrong += (one > other) == (given < gave) and given != gave
-        self.pairs, self.wrong, self.even = self.pairs + pairs, self.wrong + wrong, self.even + even
-        if wrong:
-            self.by_draw[draw] = wrong + even / 2
-
-
-def agreements(rewards: Iterable[tuple[int, float | None, Mapping[str, float | None]]]) -> list[Agreement]:
-    """Returns one per reward function, the one that disagrees most first, silent ones last. rewards: (draw, accuracy,
-    reward by function) of each answer, ordered by group."""
-    found: dict[str, Agreement] = {}
-    for draw, answers in itertools.groupby(rewards, key=lambda answer: answer[0]):
-        scored: dict[str, list[tuple[float, float]]] = {}
-        for _, accuracy, parts in answers:
-            for name, value in parts.items():
-                if accuracy is not None and value is not None:
-                    scored.setdefault(name, []).append((accuracy, value))
-        for name, values in scored.items():
-            found.setdefault(name, Agreement(name)).add(draw, values)
-    return sorted(found.values(), key=lambda one: (one.silent, -one.disagreement if one.pairs else 1.0, one.name))
-
-
 class Change(NamedTuple):
     """A key that may resolve a finding. value: its value in this run; None: not known. how: in words."""
 
@@ -141,12 +53,11 @@ class Change(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a rule found, in words with figures. changes: the most likely remedy first. draws: groups that show it."""
+    """What a rule found, in words with figures. changes: the most likely remedy first."""
 
     rule: str
     what: str
     changes: tuple[Change, ...]
-    draws: tuple[int, ...] = ()
 
 
 class Ends(NamedTuple):
@@ -160,10 +71,9 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Input of the rules. metrics: by name and step. rewards: of the newest steps. config: nested."""
+    """Input of the rules. metrics: by name and step. config: nested."""
 
     metrics: Mapping[str, Mapping[int, float]]
-    rewards: Sequence[Agreement]
     config: Mapping[str, Any]
 
     def ends(self, name: str) -> Ends | None:
@@ -196,11 +106,7 @@ class Figures:
 
 def figures(store: Reader) -> Figures:
     starts = store.starts()
-    return Figures(
-        metrics=store.metrics(*METRICS),
-        rewards=agreements(store.rewards(REWARD_STEPS)),
-        config=starts[-1]["config"] if starts else {},
-    )
+    return Figures(metrics=store.metrics(*METRICS), config=starts[-1]["config"] if starts else {})
 
 
 def findings(run: Figures) -> list[Finding]:
@@ -270,20 +176,6 @@ def _truncation(run: Figures) -> Finding | None:
             ("reward.overlong_buffer.len", "more tokens, so that the penalty begins earlier"),
             ("reward.overlong_filtering.enable", "true: truncated answers leave the loss", True),
         ),
-    )
-
-
-def _rewards(run: Figures) -> Finding | None:
-    one = next((one for one in run.rewards if one.pairs >= MIN_PAIRS and one.wrong > WRONG_ORDER * one.pairs), None)
-    if one is None:
-        return None
-    return Finding(
-        "a reward function disagrees",
-        f"`{one.name}` gives the worse answer more in {one.wrong / one.pairs:.0%} of {one.pairs} pairs of answers to "
-        f"one prompt, as much in {one.even / one.pairs:.0%}; mean of right answers {one.mean(True):.3g}, of wrong ones "
-        f"{one.mean(False):.3g}; draw {one.worst_draw} shows it (newest {REWARD_STEPS} steps)",
-        run.changes(("reward.functions", f"lower the weight of `{one.name}`, or correct it")),
-        () if one.worst_draw is None else (one.worst_draw,),
     )
 
 
@@ -374,5 +266,5 @@ def _idle(run: Figures) -> Finding | None:
 
 
 RULES: tuple[Callable[[Figures], Finding | None], ...] = (
-    *(_skipped, _held_out, _entropy, _truncation, _rewards, _dropped, _unscored, _parity, _idle),
+    *(_skipped, _held_out, _entropy, _truncation, _dropped, _unscored, _parity, _idle),
 )

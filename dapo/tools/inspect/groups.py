@@ -30,19 +30,10 @@ KINDS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Any]]] = {  # whic
 }
 
 
-def browser(store: Reader, steps: Sequence[int], draws: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Returns groups with answers, oldest step first. steps: of the run. draws: groups that must be shown."""
-    groups = []
-    for step in spread(steps, STEPS):
-        rows = store.groups(step)
-        groups += [_group(store, row, kinds) for row, kinds in picked(rows)]
-    known = {group["draw"] for group in groups}
-    for draw in draws:
-        row = store.visit(draw)
-        if row is not None and draw not in known:
-            groups.append(_group(store, row, ["of a finding"]))
-    groups.sort(key=lambda group: int(group["step"]))  # within a step in the order of the kinds
-    return bounded(groups)
+def browser(store: Reader, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns groups with answers, oldest step first. steps: of the run."""
+    shown = [(row, kinds) for step in spread(steps, STEPS) for row, kinds in picked(store.groups(step))]
+    return bounded([_group(store, row, kinds) for row, kinds in shown])
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:

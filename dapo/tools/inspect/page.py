@@ -7,7 +7,6 @@ import hashlib
 import json
 import statistics
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -18,7 +17,7 @@ from dapo.algorithm.fate import Fate
 from dapo.ground.console import plain
 from dapo.ground.table import duration, short
 from dapo.report.store.reader import PHASES, Reader
-from dapo.tools.inspect.findings import AT_LIMIT, Figures, Finding, figures, findings
+from dapo.tools.inspect.findings import Figures, Finding, figures, findings
 from dapo.tools.inspect.groups import browser
 
 COLUMNS = 400  # of a chart; with more steps, each is the mean of several
@@ -52,19 +51,8 @@ class Curve(NamedTuple):
 
 
 CURVES = (
-    Curve(
-        "Accuracy",
-        "share",
-        (("rollout/accuracy", "drawn groups"),),
-        "of every answer that a step used up, trained on or dropped",
-        top=1.0,
-    ),
-    Curve(
-        "Reward",
-        "",
-        (("rollout/reward_mean", "drawn groups"), ("batch/reward_mean", "trained on")),
-        "penalties included",
-    ),
+    Curve("Accuracy", "share", (("rollout/accuracy", "drawn groups"),), top=1.0),
+    Curve("Reward", "", (("rollout/reward_mean", "drawn groups"), ("batch/reward_mean", "trained on"))),
     Curve(
         "Reward by function",
         "",
@@ -72,35 +60,18 @@ CURVES = (
         "means over the answers that have one",
         without=("reward/failed_*",),
     ),
-    Curve("Answers without a verdict", "share", (("reward/failed_*", ""),), "by reason", without=AT_LIMIT),
-    Curve(
-        "Answers that are wrong for a limit",
-        "share",
-        tuple((name, name.rpartition("_")[2]) for name in AT_LIMIT),
-        "which their scoring ran into",
-    ),
+    Curve("Answers whose scoring failed", "share", (("reward/failed_*", ""),), "by reason"),
     Curve(
         "Response length",
         "tokens",
         (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest")),
     ),
     Curve(
-        "Truncated answers",
-        "share",
-        (("rollout/truncated", "at the cap"), ("batch/filtered", "left out of the loss")),
+        "Truncated answers", "share", (("rollout/truncated", "at the cap"), ("batch/filtered", "left out of the loss"))
     ),
     Curve("Entropy", "nats", (("actor/entropy", "policy"),), "mean over the tokens trained on"),
-    Curve(
-        "KL divergence",
-        "nats",
-        (("actor/approx_kl", "to the policy before"), ("actor/ref_kl", "to the reference")),
-    ),
-    Curve(
-        "Importance ratio",
-        "",
-        (("actor/ratio_mean", "mean"), ("actor/ratio_max", "greatest")),
-        "new over old probability of a token",
-    ),
+    Curve("KL divergence", "nats", (("actor/approx_kl", "to the policy before"), ("actor/ref_kl", "to the reference"))),
+    Curve("Importance ratio", "", (("actor/ratio_mean", "mean"), ("actor/ratio_max", "greatest"))),
     Curve(
         "Clipped tokens",
         "share",
@@ -118,12 +89,7 @@ CURVES = (
         (("parity/mean_abs_logprob_diff", "mean |difference of log-probabilities|"),),
         "far below `weight_sync.max_mean_logprob_diff` when all is well",
     ),
-    Curve(
-        "Staleness",
-        "updates",
-        (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest")),
-        "age of a token when it is trained on",
-    ),
+    Curve("Staleness", "updates", (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest"))),
     Curve(
         "Tokens per second",
         "tokens/s",
@@ -212,8 +178,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
     return {
         "run": _run(store, rows, metrics),
         "findings": [
-            {"rule": look.rule, "what": plain(look.what), "changes": list(map(str, look.changes)), "draws": look.draws}
-            for look in looks
+            {"rule": look.rule, "what": plain(look.what), "changes": list(map(str, look.changes))} for look in looks
         ],
         "columns": columns.bounds,
         "curves": _curves(columns, metrics),
@@ -226,7 +191,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         "wall": columns.means(metrics.get("perf/step_s", {})),
         "lengths": _lengths(store, columns, rows),
         "pass_rates": {"bins": RATE_BINS, "counts": columns.counts(store.pass_rates(RATE_BINS), RATE_BINS + 2)},
-        "groups": browser(store, steps, [draw for look in looks for draw in look.draws]),
+        "groups": browser(store, steps),
         "events": [
             [row["step"], row["at"], plain(row["kind"]), plain(row["message"])]
             for row in reversed(store.events(EVENTS))
@@ -249,8 +214,8 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
     tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
     shown.append(["tokens generated", short(tokens + lost), f"{share:.0%} trained on"])
-    kinds = Counter(row["kind"] for row in store.events(10**6))
-    shown.append(["starts", str(len(starts)), f"warnings {kinds['warning']}, checkpoints {kinds['save']}"])
+    kinds = f"warnings {store.count('warning')}, checkpoints {store.count('save')}"
+    shown.append(["starts", str(len(starts)), kinds])
     return {
         "name": plain(store.path.absolute().parent.name),
         "model": plain(config.get("model.path", "")),

@@ -44,10 +44,7 @@ def replay(given: Replay) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    program = parser()
-    asked, rest = program.parse_known_intermixed_args(arguments)
-    if rest:
-        program.error(f"unrecognized arguments: {' '.join(rest)}")
+    asked = parser().parse_intermixed_args(arguments)
     try:
         given = prepare(asked.run, asked.step, asked.out, asked.overrides)
         steps = "" if given.first == given.step else f", by way of steps {given.first} to {given.step - 1}"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.schema import Config
@@ -17,7 +16,6 @@ from dapo.report.store.reader import Reader
 from dapo.state.batches import BATCHES, steps_kept
 from dapo.state.changes import alters_meaning
 from dapo.state.checkpoint import CheckpointStore, step_of
-from dapo.state.manifest import BrokenCheckpoint
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, STARTED
 
 REPLAYS = "replays"
@@ -71,13 +69,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     recorded = _recorded(run, step)
     settings["checkpoint"]["accept_changes"] += OmegaConf.select(recorded, "checkpoint.accept_changes", default=[])
     given = OmegaConf.from_dotlist(checked_overrides(overrides))
-    try:
-        tree = OmegaConf.merge(OmegaConf.structured(Config), recorded, settings, given)
-    except OmegaConfBaseException as error:
-        raise ValueError(
-            f"{run / CONFIG} cannot be read ({str(error).splitlines()[0]}); where another version of dapo has written "
-            "it, take the step again with that version"
-        ) from error
+    tree = OmegaConf.merge(OmegaConf.structured(Config), recorded, settings, given)
     assert isinstance(tree, DictConfig)
     cfg = to_config(tree)
     return Replay(run=run, step=step, first=first, origin=origin, folder=folder, cfg=cfg, changed=tuple(changed))
@@ -94,20 +86,12 @@ def _recorded(run: Path, step: int) -> Any:
 
 
 def _origin(run: Path, step: int) -> Path | None:
-    """Returns the newest intact checkpoint before the step; None to start from the run's initial model."""
+    """Returns the newest checkpoint before the step; None to start from the run's initial model."""
     if step < 1:
         raise ValueError(f"`--step` ({step}) must be at least 1")
     root = (run / CHECKPOINTS).absolute()
-    store = CheckpointStore(root, keep=0)
-    for number in sorted(store.steps(), reverse=True):
-        path = root / f"step_{number:06d}"
-        if number < step:
-            try:
-                store.check(path)
-            except BrokenCheckpoint:
-                continue
-            return path
-    return None
+    before = [number for number in CheckpointStore(root, keep=0).steps() if number < step]
+    return root / f"step_{max(before):06d}" if before else None
 
 
 def _empty(run: Path, step: int, out: Path | None) -> Path:
@@ -116,8 +100,5 @@ def _empty(run: Path, step: int, out: Path | None) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     elif folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"`--out` ({out}) is not empty; give a new directory")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be made ({error}); give `--out DIR` where you may write") from error
+    folder.mkdir(parents=True, exist_ok=True)
     return folder

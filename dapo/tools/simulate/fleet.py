@@ -76,90 +76,42 @@ class Draws:
 
 
 class Fleet:
-    """`engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot."""
+    """Engines with slots and a queue each. Time is in tokens of one slot."""
 
-    def __init__(self, *, engines: int, slots: int, lent: int = 0) -> None:
+    def __init__(self, *, engines: int, slots: int) -> None:
         self.now = 0.0
-        self.busy = self.lent_busy = 0.0  # slot-time in use, of the engines and of those that are lent
+        self.busy = 0.0  # slot-time in use
         self.in_flight = 0  # responses submitted and not finished
-        self.ended = self.ended_tokens = 0  # finished responses
-        self.awake = engines
-        self._engines, self._lent, self._slots = engines, lent, slots
-        self._free = [slots] * (engines + lent)
-        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines + lent)]
+        self._slots = slots
+        self._free = [slots] * engines
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines)]
         self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
         self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
         self._left: dict[int, int] = {}  # unfinished responses of a draw
         self._made: dict[int, int] = {}  # tokens of finished responses of unfinished draws
-        self._put_down: dict[tuple[int, int], float] = {}  # tokens so far of interrupted responses
-
-    @property
-    def capacity(self) -> int:
-        return self.awake * self._slots
-
-    @property
-    def queued(self) -> int:
-        return sum(map(len, self._queues))
 
     @property
     def next_end(self) -> float:
         return self._events[0][0] if self._events else math.inf
 
-    def wake(self) -> None:
-        self.awake = self._engines + self._lent
-
-    def sleep(self) -> None:
-        """Puts the lent engines to sleep; their responses continue on other engines, before new ones."""
-        self.awake = self._engines
-        moved = [key for queue in self._queues[self._engines :] for key in queue]
-        for end, engine, index, sample in self._events:
-            if engine >= self._engines:
-                self._put_down[index, sample] = self._so_far(end, index, sample)
-                moved.append((index, sample))
-        self._keep([event for event in self._events if event[1] < self._engines])
-        for engine in range(self._engines, len(self._queues)):
-            self._queues[engine].clear()
-            self._free[engine] = self._slots
-        for key in sorted(moved, reverse=True):
-            self._place(self._least_loaded(), *key, first=True)
-
     def submit(self, index: int, lengths: tuple[int, ...]) -> None:
         """Sends all responses of a draw to the least loaded engine."""
-        engine, n = self._least_loaded(), len(lengths)
-        self._lengths[index], self._left[index], self._made[index] = lengths, n, 0
-        self.in_flight += n
-        for sample in range(n):
-            self._place(engine, index, sample)
-
-    def _least_loaded(self) -> int:
-        return min(range(self.awake), key=lambda e: len(self._queues[e]) - self._free[e])
-
-    def _place(self, engine: int, index: int, sample: int, *, first: bool = False) -> None:
-        if self._free[engine]:
-            self._free[engine] -= 1
-            self._begin(engine, index, sample)
-        elif first:
-            self._queues[engine].appendleft((index, sample))
-        else:
-            self._queues[engine].append((index, sample))
+        engine = min(range(len(self._free)), key=lambda e: len(self._queues[e]) - self._free[e])
+        self._lengths[index], self._left[index], self._made[index] = lengths, len(lengths), 0
+        self.in_flight += len(lengths)
+        for sample in range(len(lengths)):
+            if self._free[engine]:
+                self._free[engine] -= 1
+                self._begin(engine, index, sample)
+            else:
+                self._queues[engine].append((index, sample))
 
     def _begin(self, engine: int, index: int, sample: int) -> None:
-        end = self.now + self._lengths[index][sample] - self._put_down.pop((index, sample), 0.0)
-        heapq.heappush(self._events, (end, engine, index, sample))
-
-    def _so_far(self, end: float, index: int, sample: int) -> float:
-        """Returns the tokens of a response that runs until `end`."""
-        return self._lengths[index][sample] - (end - self.now)
-
-    def _keep(self, events: list[tuple[float, int, int, int]]) -> None:
-        self._events = events
-        heapq.heapify(self._events)
+        heapq.heappush(self._events, (self.now + self._lengths[index][sample], engine, index, sample))
 
     def advance(self, now: float) -> None:
         """Advances the time, at most to the next end."""
-        slots, edge = self._slots, self._engines
-        self.busy += (edge * slots - sum(self._free[:edge])) * (now - self.now)
-        self.lent_busy += (self._lent * slots - sum(self._free[edge:])) * (now - self.now)
+        self.busy += (len(self._free) * self._slots - sum(self._free)) * (now - self.now)
         self.now = now
 
     def pause(self, duration: float) -> None:
@@ -174,8 +126,6 @@ class Fleet:
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         self.in_flight -= 1
-        self.ended += 1
-        self.ended_tokens += self._lengths[index][sample]
         self._made[index] += self._lengths[index][sample]
         self._left[index] -= 1
         self._release(engine)
@@ -189,13 +139,13 @@ class Fleet:
         gone = {index for index in indices if index in self._left}
         stopped = [event for event in self._events if event[2] in gone]
         made = sum(self._made[index] for index in gone)
-        made += sum(int(self._so_far(end, index, sample)) for end, _, index, sample in stopped)
-        made += sum(int(self._put_down.pop(key)) for key in list(self._put_down) if key[0] in gone)
+        made += sum(int(self._lengths[index][sample] - (end - self.now)) for end, _, index, sample in stopped)
         for queue in self._queues:
             kept = [entry for entry in queue if entry[0] not in gone]
             queue.clear()
             queue.extend(kept)
-        self._keep([event for event in self._events if event[2] not in gone])
+        self._events = [event for event in self._events if event[2] not in gone]
+        heapq.heapify(self._events)
         self.in_flight -= sum(self._left.pop(index) for index in gone)
         for index in gone:
             del self._made[index], self._lengths[index]

@@ -1,15 +1,14 @@
-"""Simulates strategies of dapo and others: one function each, from a scenario to its results. dapo's policy is the
-buffer of a real run (`dapo.sampling.buffer`). The others are a fixed multiple of the batch behind a barrier, refilling
-one for one, and taking what finishes first. Times are in tokens of one slot."""
+"""Simulates dapo and others on one fleet: one function each. dapo's is the buffer of a real run
+(`dapo.sampling.buffer`); the others wait for a whole batch, or take what finishes first. Times are in tokens of one
+slot."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.sampling.lending import Lending
 from dapo.tools.simulate.fleet import Attempt, Draws, Fleet, Workload
 from dapo.types import Draw, Group, Prompt, Score
 
@@ -44,37 +43,27 @@ class Simulation:
     generation to its batch. trained: draws in the order of training, per step. attempts: the last one of every
     draw; started: all, finished or not."""
 
-    def __init__(self, scenario: Scenario, *, lent: int = 0) -> None:
-        """lent: engines on the actors' GPUs, which sleep at first."""
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots, lent=lent)
+        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
         self.attempts: dict[int, Attempt] = {}
         self.started: list[Attempt] = []
         self.generation: list[float] = []
         self.trained: list[tuple[int, ...]] = []
-        self.wasted_tokens = 0
-        self.used: list[list[Attempt]] = []  # what each step used up, for `oracle`
         self._draws = Draws(scenario.workload)
-        self._versions: dict[int, int] = {}  # at which a draw started
         self._following = 0  # the next draw of `start_next`
         self._ends = [0.0]
+        self._wasted_tokens = 0
         self._generated_tokens = 0
-        self._staleness: list[int] = []
 
     @property
     def version(self) -> int:
         """Number of updates done."""
         return len(self._ends) - 1
 
-    def room(self) -> int:
-        """Returns how many draws may start now: all slots busy, and one draw waiting per engine."""
-        n = self.scenario.workload.n
-        return (self.fleet.capacity + self.fleet.awake * n - self.fleet.in_flight) // n
-
     def start(self, index: int) -> None:
         self.attempts[index] = self._draws.attempt(index, self.version)
         self.started.append(self.attempts[index])
-        self._versions[index] = self.version
         self.fleet.submit(index, self.attempts[index].lengths)
 
     def start_next(self, count: int) -> range:
@@ -91,28 +80,21 @@ class Simulation:
             self._generated_tokens += self.attempts[index].tokens
         return index, sample, complete
 
-    def next_finished(self) -> int:
-        while True:
-            index, _, complete = self.step()
-            if complete:
-                return index
-
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws and returns the (wasted) tokens of the unfinished ones."""
         made = self.fleet.abort(indices)
         self._generated_tokens += made
-        self.wasted_tokens += made
+        self._wasted_tokens += made
         return made
 
     def waste(self, indices: Iterable[int]) -> None:
         """Records finished draws that are not used."""
-        self.wasted_tokens += sum(self.attempts[index].tokens for index in indices)
+        self._wasted_tokens += sum(self.attempts[index].tokens for index in indices)
 
     def collected(self, trained: Sequence[int]) -> None:
         """Records that the batch of a step is full."""
         self.generation.append(self.fleet.now - self._ends[-1])
         self.trained.append(tuple(trained))
-        self._staleness += [self.version - self._versions[index] for index in trained]
 
     def updated(self) -> None:
         """Records that the update is done; the engines pause for the weight sync."""
@@ -126,35 +108,13 @@ class Simulation:
         self.updated()
 
     @property
-    def oracle(self) -> list[float]:
-        """Per step, the time to generate what it used up, all submitted at once."""
-        return [self._alone(attempts) for attempts in self.used]
-
-    def _alone(self, attempts: Iterable[Attempt]) -> float:
-        fleet = Fleet(engines=self.scenario.engines, slots=self.scenario.slots)
-        for index, attempt in enumerate(attempts):
-            fleet.submit(index, attempt.lengths)
-        while fleet.in_flight:
-            fleet.step()
-        return fleet.now
-
-    @property
     def steps(self) -> list[float]:
         return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
 
     @property
-    def _slot_time(self) -> float:
-        return self.scenario.engines * self.scenario.slots * self._ends[-1]
-
-    @property
     def idle(self) -> float:
         """Share of the engines' slot time without a response."""
-        return 1.0 - self.fleet.busy / self._slot_time
-
-    @property
-    def lent(self) -> float:
-        """Busy slot time of the lent engines, as a share of the slot time of `engines` engines."""
-        return self.fleet.lent_busy / self._slot_time
+        return 1.0 - self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
 
     @property
     def goodput(self) -> float:
@@ -164,41 +124,24 @@ class Simulation:
     @property
     def wasted(self) -> float:
         """Share of tokens of surplus or aborted groups; groups that are not mixed do not count."""
-        return self.wasted_tokens / self._generated_tokens
-
-    @property
-    def staleness(self) -> float:
-        return sum(self._staleness) / len(self._staleness)
+        return self._wasted_tokens / self._generated_tokens
 
 
-def streaming(
-    scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER, lending: Lending | None = None
-) -> Simulation:
-    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they continue. lending: as
-    many additional engines, on the actors' GPUs, wake while that pays and sleep when the batch is full."""
-    run = Simulation(scenario, lent=scenario.engines if lending else 0)
-    fleet = run.fleet
+def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Simulation:
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they continue."""
+    run = Simulation(scenario)
+    n, capacity = scenario.workload.n, scenario.engines * scenario.slots
     buffer = OversamplingBuffer(
-        train_batch_size=scenario.batch,
-        max_in_flight=fleet.capacity,  # draws: `room` is the bound
-        admission=admission,
-        max_staleness=max_staleness,
+        train_batch_size=scenario.batch, max_in_flight=capacity, admission=admission, max_staleness=max_staleness
     )
-    lent = False  # the engines on the actors' GPUs are awake, or wake up
-    update_end = awake_at = math.inf
+    update_end = math.inf
     buffer.open()
     while run.version < scenario.steps:
-        for index in buffer.take(run.room()):
+        # all slots busy, and one draw waiting per engine
+        for index in buffer.take((capacity + scenario.engines * n - run.fleet.in_flight) // n):
             run.start(index)
-        if lending and not lent and buffer.collecting and _pays(lending, run, buffer):
-            lent, awake_at = True, fleet.now + lending.wake_s
-        if awake_at <= min(update_end, fleet.next_end):
-            fleet.advance(awake_at)
-            fleet.wake()
-            awake_at = math.inf
-            continue
-        if update_end <= fleet.next_end:
-            fleet.advance(update_end)
+        if update_end <= run.fleet.next_end:
+            run.fleet.advance(update_end)
             run.updated()
             buffer.trained()
             buffer.serving(run.version)
@@ -217,22 +160,8 @@ def streaming(
         run.waste(set(collected.returned) - collected.unfinished)
         buffer.aborted(run.abort(collected.returned))
         run.collected([group.draw.index for group in collected.groups])
-        if max_staleness == 0 and admission == DRAW_ORDER:
-            run.used.append([run.attempts[group.draw.index] for group in collected.drawn])
-        update_end = fleet.now + scenario.update
-        if lending and lent:
-            fleet.sleep()
-            update_end += lending.sleep_s
-            lent, awake_at = False, math.inf
+        update_end = run.fleet.now + scenario.update
     return run
-
-
-def _pays(lending: Lending, run: Simulation, buffer: OversamplingBuffer) -> bool:
-    """Whether to wake the lent engines for what the batch lacks by the demand estimate and the queued responses."""
-    if not run.fleet.ended:
-        return False
-    waiting = buffer.missing * run.scenario.workload.n + run.fleet.queued
-    return lending.gain_s(waiting, run.fleet.ended_tokens / run.fleet.ended) > 0
 
 
 def _scored(index: int, right: Iterable[bool]) -> Group:
@@ -243,42 +172,16 @@ def _scored(index: int, right: Iterable[bool]) -> Group:
 
 def barrier(scenario: Scenario) -> Simulation:
     """Waits for `FACTOR` times the batch, trains on the first mixed groups and drops the rest; repeats if too few."""
-    return _in_rounds(scenario, lambda missing: FACTOR * scenario.batch)
-
-
-def refill_in_rounds(scenario: Scenario) -> Simulation:
-    """Waits for a batch of draws; then for as many as are missing, and so on."""
-    return _in_rounds(scenario, lambda missing: missing)
-
-
-def _in_rounds(scenario: Scenario, draws: Callable[[int], int]) -> Simulation:
-    """Waits for rounds of draws until a batch is mixed. draws: size of a round, by the number of missing groups."""
     run = Simulation(scenario)
     for _ in range(scenario.steps):
         mixed: list[int] = []
         while len(mixed) < scenario.batch:
-            started = run.start_next(draws(scenario.batch - len(mixed)))
+            started = run.start_next(FACTOR * scenario.batch)
             while run.fleet.in_flight:
                 run.step()
             mixed += [index for index in started if run.attempts[index].is_mixed]
         run.waste(range(mixed[scenario.batch - 1] + 1, started.stop))
         run.train(mixed[: scenario.batch])
-    return run
-
-
-def refill(scenario: Scenario) -> Simulation:
-    """Starts a batch of draws; each useless one is replaced by one more."""
-    run = Simulation(scenario)
-    for _ in range(scenario.steps):
-        mixed: list[int] = []
-        run.start_next(scenario.batch)
-        while len(mixed) < scenario.batch:
-            finished = run.next_finished()
-            if run.attempts[finished].is_mixed:
-                mixed.append(finished)
-            else:
-                run.start_next(1)
-        run.train(mixed)
     return run
 
 
@@ -291,7 +194,9 @@ def first_finished(scenario: Scenario) -> Simulation:
         running: set[int] = set()
         while len(mixed) < scenario.batch:
             running = running or set(run.start_next(FACTOR * scenario.batch))
-            finished = run.next_finished()
+            finished, _, complete = run.step()
+            if not complete:
+                continue
             running.remove(finished)
             if run.attempts[finished].is_mixed:
                 mixed.append(finished)

@@ -51,31 +51,6 @@ def test_a_prompt_keeps_its_visits_where_the_files_have_changed(tmp_path):
     assert visits == {1: 1, -1: 2, -2: 3, 2: 1, 5: 1, 7: 1, 9: 1}
 
 
-def test_warnings_of_a_step_are_those_of_the_time_that_counts(tmp_path):
-    def trained(store, step, warning):
-        store.event("warning", warning)
-        store.step(step, collected_of([make_group(step, [1.0, 0.0])]))
-
-    first = store_in(tmp_path)
-    first.begin({})
-    first.resume(0)
-    trained(first, 1, "step 1, start 1")
-    trained(first, 2, "step 2, thrown away with its start")
-    first.close()
-    second = store_in(tmp_path)
-    second.begin({})
-    second.event("warning", "before it went on")
-    second.resume(1)
-    trained(second, 2, "step 2, thrown away with lost ranks")
-    second.resume(1)
-    trained(second, 2, "step 2, start 2")
-    trained(second, 3, "step 3, start 2")
-    second.close()
-    with Reader(tmp_path) as found:
-        told = {step: found.warnings(step) for step in (1, 2, 3)}
-    assert told == {1: ["step 1, start 1"], 2: ["step 2, start 2"], 3: ["step 3, start 2"]}
-
-
 # Root may write wherever it wants, unless it gives its capabilities up.
 INSPECT = (
     "import sys; from dapo.sandbox.kernel import drop_capabilities; drop_capabilities(); "

@@ -1,46 +1,15 @@
-"""The benchmark of the actors: its parts run on a CPU and give figures, also the one that is meant for a GPU."""
+"""The benchmark of updates on a GPU: it runs on a CPU and gives figures."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from dapo.config.facts.model_shape import read_shape
 from dapo.tools.bench.__main__ import main
-from dapo.tools.bench.setting import bench_config
-from dapo.tools.bench.update import BareRank, HandWrittenRank, batch_of
-from workers.actor import split_batch
-from workers.training.forward.attention import PACKED_ATTENTION
-from workers.training.forward.policy import PackedPolicy, collate
 
 TINY = "pkg://dapo.tiny/base"
-
-
-def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
-    """What it is compared with must be the same work: its parameters after a step, from the policy's gradient."""
-    fixed = ("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "actor.optim.grad_clip=1e9", "rollout.temperature=0.7")
-    sizes = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.max_tokens_per_gpu=256")
-    cfg = bench_config(*sizes, *fixed)
-    batch = batch_of("short", cfg)
-    [work] = split_batch(batch, 1, 256)
-    assert len(work.minibatches[0]) > 1
-    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, attn_implementation=PACKED_ATTENTION)
-    policy, optim = PackedPolicy(model, 0.7), cfg.actor.optim
-    for sequences in work.minibatches[0]:
-        packed = collate(sequences, torch.device("cpu"))
-        (-packed.weights * packed.advantages * policy(packed)[0]).sum().backward()
-    torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=tuple(optim.betas), eps=1e-3, weight_decay=optim.weight_decay
-    ).step()
-
-    assert BareRank(cfg).run(work) > 0
-    rank = HandWrittenRank(cfg)
-    assert rank.run(work) > 0
-    wanted = model.state_dict()
-    for name, parameter in rank._model.named_parameters():
-        torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.ray

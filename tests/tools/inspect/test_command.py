@@ -80,12 +80,6 @@ def test_how_often_each_prompt_was_drawn(run, capsys):
         ["4", "2", "0.5"],
         ["5", "1", "0.25"],
     ]
-    least = shown(capsys, run, "prompts", "--least")
-    assert [line.split()[0] for line in least.splitlines() if line.split() and line.split()[0] in "456"] == [
-        "5",
-        "6",
-        "4",
-    ]
 
 
 def test_why_was_a_prompt_dropped_at_a_step(run, capsys):
@@ -95,16 +89,6 @@ def test_why_was_a_prompt_dropped_at_a_step(run, capsys):
     out = shown(capsys, run, "step", "2")
     assert len(lines_with(out, "dropped, all wrong")) == len(lines_with(out, "dropped, unscorable: 1 of 2")) == 1
     assert "step 2: 2 groups" in out
-
-
-def test_which_reward_function_disagrees_most(run, capsys):
-    out = shown(capsys, run, "rewards")
-    first, second = lines_with(out, "format"), lines_with(out, "math")
-    assert [line.split() for line in first + second] == [
-        ["1", "2", "0.333", "0.75", "4", "format"],
-        ["0", "2", "1", "-1", "–", "math"],
-    ]
-    assert out.index("format") < out.index("math")
 
 
 def test_which_evaluation_was_best(run, tmp_path, capsys):
@@ -120,13 +104,6 @@ def test_which_evaluation_was_best(run, tmp_path, capsys):
         ["0", "0.75", "–", "–", "best"],
     ]
     assert lines_with(out, "held-out accuracy/aime") and not lines_with(out, "samples")
-
-
-def test_which_step_was_slowest_and_why(run, capsys):
-    out = shown(capsys, run, "steps", "--slowest", "--last", "1")
-    [line] = lines_with(out, "generation 9 s (median 1 s)")
-    assert line.split()[0] == "3" and "engine 1 is lost" in line, "it was told after step 2, while step 3 was collected"
-    assert len(lines_with(shown(capsys, run), " 1 ")) >= 3
 
 
 def test_answers_of_each_kind(run, capsys):

@@ -73,7 +73,7 @@ def hostile_page(hostile) -> str:
 
 
 def test_a_page_of_200_steps_is_small(tmp_path, capsys):
-    make_run(tmp_path, 200, text=lambda draw, sample: f"{draw} {sample} \u4e16" + "thought " * 640 + "Answer: 7")
+    make_run(tmp_path, 200, text=lambda draw, sample: f"{draw} {sample} \u4e16" + "thought " * 700 + "Answer: 7")
     main([str(tmp_path), "--html", str(tmp_path / "page.html")])
     text, said = (tmp_path / "page.html").read_text(encoding="ascii"), capsys.readouterr().out
     assert 2e6 < len(text) < 5e6, "as much of the answers as there is room for"
@@ -82,8 +82,8 @@ def test_a_page_of_200_steps_is_small(tmp_path, capsys):
     assert len({group["step"] for group in found["groups"]}) >= STEPS
     texts = [answer["text"] for group in found["groups"] for side in group["sides"] for answer in side["answers"]]
     assert all(head and left > 0 and tail.endswith("Answer: 7") for head, left, tail in texts)
-    assert {sum(map(len, (head, tail))) + left for head, left, tail in texts} <= set(range(5134, 5142))
-    assert re.fullmatch(r"\S+/page\.html: 200 steps, \d+ groups, 5 things to look at, \d\.\d MB\n", said)
+    assert {sum(map(len, (head, tail))) + left for head, left, tail in texts} <= set(range(5614, 5622))
+    assert re.fullmatch(r"\S+/page\.html: 200 steps, \d+ groups, 4 things to look at, \d\.\d MB\n", said)
     rules = [look["rule"] for look in found["findings"]]
     assert "entropy falls" in rules and "actors and engines drift apart" in rules
     main([str(tmp_path), "findings"])

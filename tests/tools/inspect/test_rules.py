@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from dapo.config.compose import compose
-from dapo.tools.inspect.findings import Agreement, Figures, findings
+from dapo.tools.inspect.findings import Figures, findings
 
 CONFIG = asdict(compose(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=0.05"]))
 STEPS = 40  # a window is 8 of them
@@ -40,15 +40,14 @@ SOUND = {
     "eval/accuracy_low": {0: 0.2, 20: 0.45, 40: 0.4},
     "eval/accuracy_high": {0: 0.4, 20: 0.65, 40: 0.6},
 }
-AGREES = Agreement("math", pairs=500, wrong=60, even=40)
 
 
-def found(metrics: dict[str, dict[int, float]], rewards: list[Agreement], config: dict) -> dict[str, object]:
-    return {look.rule: look for look in findings(Figures(metrics=metrics, rewards=rewards, config=config))}
+def found(metrics: dict[str, dict[int, float]], config: dict) -> dict[str, object]:
+    return {look.rule: look for look in findings(Figures(metrics=metrics, config=config))}
 
 
 def test_a_sound_run_has_nothing_to_look_at():
-    assert found(SOUND, [AGREES], CONFIG) == {}
+    assert found(SOUND, CONFIG) == {}
 
 
 DRIFT, TEACH, FALL = "actors and engines drift apart", "many groups teach nothing", "held-out accuracy falls"
@@ -97,39 +96,30 @@ RULED = [
 
 @pytest.mark.parametrize(("rule", "metrics", "figure", "advice"), RULED)
 def test_each_rule_fires_with_its_figures_and_a_key(rule, metrics, figure, advice):
-    looks = found(SOUND | metrics, [AGREES], CONFIG)
+    looks = found(SOUND | metrics, CONFIG)
     assert [*looks] == [rule]
     assert figure in looks[rule].what
     assert str(looks[rule].changes[0]).startswith(advice)
     assert all(change.value is not None for change in looks[rule].changes), "each names a key of the configuration"
 
 
-def test_a_reward_function_that_disagrees_is_named_with_a_group_that_shows_it():
-    against = Agreement("format", pairs=500, wrong=150, even=100, by_draw={7: 3.0, 8: 9.0})
-    few = Agreement("rare", pairs=99, wrong=99, even=0)
-    [look] = found(SOUND, [few, against, AGREES], CONFIG).values()
-    assert "`format` gives the worse answer more in 30% of 500 pairs" in look.what and "as much in 20%" in look.what
-    assert look.draws == (8,) and look.changes[0].key == "reward.functions"
-    assert found(SOUND, [few], CONFIG) == {}
-
-
 def test_missing_verdicts_are_a_share_of_the_answers_where_steps_differ_in_size():
     """The first step drew 10 groups, and half of their answers have no verdict; the second drew 990."""
     few = {"buffer/drawn": {1: 10.0, 2: 990.0}, "reward/failed_wall": {1: 0.5}}
-    assert found(few, [], CONFIG) == {}
-    [look] = found(few | {"reward/failed_crash": {2: 0.02}}, [], CONFIG).values()
+    assert found(few, CONFIG) == {}
+    [look] = found(few | {"reward/failed_crash": {2: 0.02}}, CONFIG).values()
     assert look.what == "2.5% of all answers have no verdict: crash 2.0%, wall 0.5%"
 
 
 def test_what_stale_tokens_add_is_no_drift():
     """The bound is on tokens of the current policy alone."""
     metrics = SOUND | {"parity/mean_abs_logprob_diff": steady(0.2)}
-    assert found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.02)}, [], CONFIG) == {}
-    assert len(found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.03)}, [], CONFIG)) == 1
+    assert found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.02)}, CONFIG) == {}
+    assert len(found(metrics | {"parity/staleness_0/mean_abs_logprob_diff": steady(0.03)}, CONFIG)) == 1
 
 
 def test_a_short_run_is_not_judged_by_its_trends():
     short = {name: {step: value[step] for step in value if step <= 9} for name, value in SOUND.items()}
     short = {name: value for name, value in short.items() if not name.startswith("reward/failed_")}
     short |= {"actor/entropy": dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(range(6, 10), 0.0)}
-    assert found(short, [], CONFIG) == {} and found({}, [], CONFIG) == {}
+    assert found(short, CONFIG) == {} and found({}, CONFIG) == {}

@@ -79,12 +79,6 @@ def test_what_is_missing_is_said_before_anything_starts(run: Path, words_given: 
         main(arguments)
 
 
-def test_a_run_that_cannot_be_written_to_is_replayed_elsewhere(run: Path) -> None:
-    (run / "replays").touch()  # a file is in the way
-    with pytest.raises(SystemExit, match=r"^dapo.replay: .*replays/\w+ cannot be made \(.*\); give `--out DIR`"):
-        main([str(run), "--step", "1"])
-
-
 def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Path) -> None:
     """The run went on with another learning rate, and its config.yaml has that one."""
     kept(run / "batches", 1, 2, 3)

@@ -63,7 +63,7 @@ function browse() {
   const groups = data.groups;
   if (!groups.length) {
     byId("group").append(el("p", { class: "quiet" }, "no group is in the store"));
-    return () => {};
+    return;
   }
   const kinds = [...new Set(groups.flatMap((group) => group.kinds))];
   const steps = [...new Set(groups.map((group) => group.step))];
@@ -97,11 +97,4 @@ function browse() {
   byId("chooser").append(chooser("step", step), chooser("kind", kind), chooser("group", which), back, next);
   step.value = String(steps[steps.length - 1]);
   choose();
-  return (draw) => { // shows the group of a draw
-    step.value = kind.value = "";
-    choose();
-    which.selectedIndex = groups.findIndex((group) => group.draw === draw);
-    turn();
-    byId("groups").scrollIntoView();
-  };
 }

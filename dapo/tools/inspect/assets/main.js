@@ -13,16 +13,11 @@ function about() {
   }
 }
 
-function look(go) {
+function look() {
   const list = byId("findings");
   for (const found of data.findings) {
     const item = el("li", {}, el("h3", {}, found.rule), words(el("div"), found.what));
     item.append(el("ul", {}, ...found.changes.map((change) => words(el("li"), change))));
-    for (const draw of found.draws.filter((draw) => data.groups.some((group) => group.draw === draw))) {
-      const button = el("button", { type: "button" }, `show draw ${draw}`);
-      button.addEventListener("click", () => go(draw));
-      item.append(button);
-    }
     list.append(item);
   }
   if (!data.findings.length) list.append(el("li", { class: "well" }, "Nothing that a rule knows. Rules need ten steps."));
@@ -61,6 +56,7 @@ function tables() {
 }
 
 about();
-look(browse());
+browse();
+look();
 draw();
 tables();
