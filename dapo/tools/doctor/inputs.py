@@ -22,7 +22,7 @@ from dapo.tools.doctor.software import Gpu, visible_gpus
 from dapo.tools.doctor.subject import Finding, Subject, fault, ok, warning, worst
 from dapo.tools.plan.__main__ import refusals, unpredictable
 from dapo.tools.plan.actor import ActorMemory
-from dapo.tools.plan.fit import beyond_host, changed, problems
+from dapo.tools.plan.fit import changed, problems
 from dapo.tools.plan.terms import size
 
 REACH = (
@@ -119,8 +119,6 @@ def plan(subject: Subject) -> Finding:
         cfg = changed(cfg, {HOST: memory_bytes()})
         if found := problems(cfg, shape):
             return fault(f"with the host memory that is there: {found[0]}", "")
-    if short := beyond_host(cfg, shape):
-        return warning(short, WATCH)
     peak = ActorMemory(cfg, shape).peak()
     what = "GPU" if subject.uses_gpus else "machine"
     measured = "" if there is None else f"; this {what} has {size(there)}"

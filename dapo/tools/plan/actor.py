@@ -18,7 +18,7 @@ from dapo.tools.plan.terms import Phase, Term, product, together
 
 FLOAT32, INT64 = 4, 8
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CANARY_TOKENS = 16  # `workers.rollout`
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -209,15 +209,10 @@ class ActorMemory:
         return tuple(t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients"))
 
     def beside(self) -> Phase:
-        """Peak memory of a rank on its GPU while an awake engine has it. The rank then computes the tokens that an
-        engine is compared by, and gathers weights: for an export, or for an engine that restarts, whose copies do not
-        count in its share."""
-        own = {
-            "comparing log-probabilities with an engine": (*self._arriving(), self._in_forward()),
-            "gathering weights": (self._in_sync(), copies_term(self.cfg, self.shape)),
-        }
-        phases = (Phase(name=name, terms=(*self.resting(), *terms)) for name, terms in own.items())
-        return max(phases, key=lambda phase: phase.total)
+        """Peak memory of a rank on its GPU while an awake engine has it. The rank then gathers weights: for an export,
+        or for an engine that restarts, whose copies do not count in its share."""
+        terms = (*self.resting(), self._in_sync(), copies_term(self.cfg, self.shape))
+        return Phase(name="gathering weights", terms=terms)
 
     def checkpoint(self) -> tuple[Term, ...]:
         """Bytes of one checkpoint on disk, without buffer, cursor and tokenizer, which are negligible."""
@@ -279,21 +274,6 @@ class ActorMemory:
         layers = product(f"{count} layer{'s' if count > 1 else ''} gathered", element, count, shape.layer_parameters)
         waiting = 0 if freed else min(self.trained, shape.parameters)
         return root, layers, product("whole gradients, float32", FLOAT32, waiting)
-
-    def _arriving(self) -> tuple[Term, ...]:
-        """Unsharded memory in a forward pass without gradient: the root and the units after it. Each unit has its
-        parameters and the receive buffer, which is kept until the next unit's is there."""
-        shape, element = self.shape, self.element
-        root, layers, _ = self._gathered(1)
-        table, layer = shape.embedding_parameters, shape.layer_parameters
-        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root or the embedding is in transit too
-        after = layers.amount // element + 2 * layer
-        name = "embedding or layers gathered, as they arrive and whole"
-        return root, product(name, element, max(first, round(after)))
-
-    def _in_forward(self) -> Term:
-        tokens = -(-(self.cfg.data.max_prompt_length + CANARY_TOKENS) // self.cfg.actor.ulysses_sequence_parallel_size)
-        return product("a layer's activations", self.activations.layer, tokens)
 
     def _at_head(self) -> Iterator[Term]:
         tokens, shape = self.cfg.actor.max_tokens_per_gpu, self.shape

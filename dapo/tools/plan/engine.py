@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, shares_gpus
+from dapo.config.derived import device_of, gpus_per_engine, resolve_transport
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.tools.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
-from dapo.tools.plan.terms import Term, size, together
+from dapo.tools.plan.terms import Term, together
 
 # vLLM 0.32: defaults of an embedded engine (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
@@ -139,16 +139,6 @@ class EngineMemory:
         """What a sleeping engine keeps: its process, kernels and CUDA graphs."""
         amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
         return Term(name="engine asleep", amount=amount, formula=formula)
-
-    def on_host(self) -> tuple[Term, ...]:
-        """What sleeping engines keep in a node's memory at vLLM's sleep level 1, to which a run falls back
-        (`workers.engines.keeper`). At level 2 they keep nothing."""
-        if not shares_gpus(self.cfg) or device_of(self.cfg) == "cpu":
-            return ()
-        asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines
-        count, own = min(self.cfg.plan.gpus_per_node, asleep * self.gpus), self.weights().amount
-        formula = f"{size(own)} x {count} GPUs of a node"
-        return (Term(name="copies of weights", amount=count * own, formula=formula),)
 
     def beyond(self) -> tuple[Term, ...]:
         """Memory beyond the engine's share while weights are broadcast to it: the receive buffer, and copies of the

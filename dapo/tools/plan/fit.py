@@ -33,20 +33,6 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     return memory - EngineMemory(cfg, shape).asleep().amount
 
 
-def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Returns why a run could not fall back to sleep level 1, where sleeping engines keep their weights on the host;
-    empty if it could, or never needs to. Not part of `problems`, because the fallback may never be needed."""
-    copies = together(EngineMemory(cfg, shape).on_host())
-    needed = copies + ActorMemory(cfg, shape).on_host()
-    if not copies or needed <= cfg.plan.host_memory_bytes:
-        return ""
-    return (
-        f"should engines have to keep their weights on the host while they sleep (vLLM's level 1), they and what ranks "
-        f"have there need {size(needed)} of a node, which has {size(cfg.plan.host_memory_bytes)} "
-        "(`plan.host_memory_bytes`); a larger `rollout.vllm.tensor_parallel_size` makes the copies smaller"
-    )
-
-
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:

@@ -7,7 +7,7 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.tools.plan.actor import ActorMemory
 from dapo.tools.plan.engine import EngineMemory
-from dapo.tools.plan.fit import beyond_host, hints, room_for_actors
+from dapo.tools.plan.fit import hints, room_for_actors
 from dapo.tools.plan.step import TEXT_BYTES, Lead, Step, mean_tokens, on_disk, sync_bytes
 from dapo.tools.plan.terms import duration, short, size, table, together
 
@@ -84,20 +84,6 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
         f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
         f"in the mean; at most rollout.vllm.{key} = {admitted}",
-        *_asleep(cfg, shape),
-    ]
-
-
-def _asleep(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    copies = EngineMemory(cfg, shape).on_host()
-    if not copies:
-        return []
-    needed = ActorMemory(cfg, shape).on_host() + together(copies)
-    return [
-        "in host memory while they sleep at vLLM's level 1, which a run takes where level 2 spoils what they compute:",
-        *table(copies),
-        f"  with what the ranks have there: {size(needed)} of {size(cfg.plan.host_memory_bytes)} "
-        f"(plan.host_memory_bytes): {'DOES NOT FIT' if beyond_host(cfg, shape) else 'fits'}",
     ]
 
 

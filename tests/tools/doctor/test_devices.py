@@ -10,7 +10,7 @@ from dapo.tools.doctor import inputs, limits
 from dapo.tools.doctor.checks import CHECKS, diagnose
 from dapo.tools.doctor.machines import ThisMachine
 from dapo.tools.doctor.software import seen_gpus, visible_gpus
-from dapo.tools.doctor.subject import FAULT, OK, WARNING, Subject
+from dapo.tools.doctor.subject import FAULT, OK, Subject
 
 MIB = 2**20
 MIXED = [
@@ -121,15 +121,12 @@ def test_what_is_told_of_gpus_and_slices_is_told_of_those_that_are_visible(machi
 
 
 def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypatch):
-    """What is offloaded ends a run without room for it; weights that wait there are a way out that may be needed."""
-    memory = SimpleNamespace(total=150e9)
+    """What is offloaded ends a run without room for it."""
+    memory = SimpleNamespace(total=250e9)
     monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(limits, "cgroup", lambda name: None)
     subject = Subject(compose(["+experiment=dapo_qwen7b_hybrid"], plan=True))
     machine([("H100", f"GPU-{number}", 81_559, 0, "") for number in range(8)], None)
-    found = inputs.plan(subject)
-    assert found.level == WARNING and "level 1" in found.found and "150.00 GB" in found.found, found
-    memory.total = 250e9
     assert inputs.plan(subject).level == OK
     subject.cfg.actor.offload = "host"
     memory.total = 100e9
