@@ -113,7 +113,8 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     if device_of(cfg) == "cpu":
         return ["TIME: not estimated without GPUs"]
     throughput_s, longest_s = step.generation_s(engine)
-    generation_s = max(throughput_s, longest_s)
+    gain_s = step.lending_s(engine) if lends(cfg) else 0.0
+    generation_s = max(throughput_s - gain_s, longest_s)
     sync_s = sync_bytes(shape) / plan.sync_bandwidth
     overlap = cfg.filter_groups.max_staleness > 0 and cfg.trainer.colocate != "time"
     both_s = max(generation_s, step.update_s) if overlap else generation_s + step.update_s
@@ -139,6 +140,11 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     lines.append(f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}")
     if shares_gpus(cfg):
         lines.append(f"  switch {duration(step.switch_s)} (plan.switch_s, and the optimizer to the host and back)")
+    if lends(cfg):
+        count = lent_engines(cfg)
+        lines.append(
+            f"  lending: {count} engines on the ranks' GPUs save {duration(gain_s)} of generation (0: would not pay)"
+        )
     lines.append(
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s"

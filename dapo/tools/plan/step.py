@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapo.algorithm.packing import estimated_work, pack
-from dapo.config.derived import device_of, lends, optimizer_steps, shares_gpus
+from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
+from dapo.sampling.lending import Lending
 from dapo.tools.plan.actor import ActorMemory
 from dapo.tools.plan.engine import EngineMemory
 from dapo.tools.plan.terms import Term, size, together
@@ -257,6 +258,15 @@ class Step:
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
+
+    def lending_s(self, engine: EngineMemory) -> float:
+        """Seconds by which engines lent the ranks' GPUs shorten generation; 0 if that does not pay."""
+        running = engine.running(mean_tokens(self.cfg)[0], self.responses)
+        own, lent = self.cfg.rollout.num_engines * running, lent_engines(self.cfg) * running
+        half = self.cfg.plan.switch_s / 2
+        lending = Lending(own=own, lent=lent, wake_s=half, sleep_s=half)
+        waiting = max(0.0, self.sequences / self.kept_rate - own)
+        return max(0.0, lending.gain_s(waiting, mean_tokens(self.cfg)[1] * self.token_s(engine, running)))
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,17 @@ def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
     assert "rollout.vllm.gpu_memory_utilization=0.83" in problem
 
 
-def test_engines_that_are_lent_gpus_have_slots_of_their_own_for_weights():
+def test_engines_that_are_lent_gpus_shorten_generation_by_the_rule_of_a_run():
     lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.74")
-    cfg, shape = planned(*lend, experiment="dapo_qwen7b")
+    (cfg, shape), (alone, _) = planned(*lend, experiment="dapo_qwen7b"), planned(experiment="dapo_qwen7b")
+    step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     assert problems(cfg, shape) == []
+    gain_s = step.lending_s(engine)
+    assert gain_s > 0
+    cheap = Step(changed(cfg, {"plan.switch_s": 0.0}), shape).lending_s(engine)
+    assert cheap == pytest.approx(gain_s + cfg.plan.switch_s * 3 / 4), "waking is shared, sleeping is not"
+    assert Step(changed(cfg, {"plan.switch_s": 1e5}), shape).lending_s(engine) == 0.0
+    assert Step(alone, shape).lending_s(engine) == 0.0
     told = report(cfg, shape)
-    assert "more on the ranks' when that pays" in told and "slots of the weight sync (broadcast, ipc)" in told
+    assert "more on the ranks' when that pays" in told and "engines on the ranks' GPUs save" in told
+    assert "slots of the weight sync (broadcast, ipc)" in told
