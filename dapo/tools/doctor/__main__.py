@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from dapo.config.checks import doubts
 from dapo.config.compose import compose
@@ -35,20 +34,6 @@ def line(outcome: Outcome) -> str:
     return f"{found.level:<8} {outcome.name:<{WIDTH}} {shown}"
 
 
-def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    levels = [outcome.finding.level for outcome in outcomes]
-    checks = [
-        {
-            "name": outcome.name,
-            **asdict(outcome.finding),
-            "seconds": round(outcome.seconds, 3),
-            "nodes": {name: asdict(finding) for name, finding in outcome.nodes.items()},
-        }
-        for outcome in outcomes
-    ]
-    return {"faults": levels.count(FAULT), "warnings": levels.count(WARNING), "checks": checks}
-
-
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN)]
     if {"-h", "--help"} & set(arguments):
@@ -63,9 +48,11 @@ def main() -> None:
                 say(line(outcome))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
+    levels = [outcome.finding.level for outcome in outcomes]
     if not show:
-        say(json.dumps(document(outcomes), indent=1))
-    if count := sum(outcome.finding.level == FAULT for outcome in outcomes):
+        checks = [{"name": outcome.name, **asdict(outcome.finding)} for outcome in outcomes]
+        say(json.dumps({"faults": levels.count(FAULT), "warnings": levels.count(WARNING), "checks": checks}, indent=1))
+    if count := levels.count(FAULT):
         end(f"{count} {'fault' if count == 1 else 'faults'}", EXIT_FAILED)
     if RUN in sys.argv[1:]:
         os.execv(sys.executable, [sys.executable, "-m", "dapo.main_ppo", *arguments])
@@ -76,11 +63,11 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
         subject = Subject(compose(arguments, plan=True))
         output_path(subject.cfg.trainer.output_dir)
     except ValueError as error:
-        yield Outcome("configuration", fault(str(error), ""), 0.0)
+        yield Outcome("configuration", fault(str(error), ""))
         return
     said = "; ".join(doubts(subject.cfg))
     found = warning(said, "") if said else ok(f"output directory {subject.cfg.trainer.output_dir}")
-    yield Outcome("configuration", found, 0.0)
+    yield Outcome("configuration", found)
     if not subject.address:
         yield from diagnose(subject, ThisMachine())
         return
@@ -93,10 +80,10 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
             f"no cluster at {subject.address} (`trainer.ray_address`, RAY_ADDRESS): {error}",
             "start it, give the head's HOST:PORT and the token it was started with, or `trainer.ray_address=local`",
         )
-        yield Outcome("Ray", found, 0.0)
+        yield Outcome("Ray", found)
         return
     try:
-        yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0)
+        yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"))
         yield from diagnose(subject, nodes)
     finally:
         nodes.close()

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,16 +13,12 @@ import psutil
 from dapo.tools.doctor.subject import Finding, Question, fault, ok, warning
 from dapo.tools.plan.terms import size
 
-# Estimates. In each MIN/FEW pair, a GPU run fails below MIN. A CPU run, which may be small, gets a warning below MIN
-# and fails below FEW.
-MIN_FILES, FEW_FILES, FILES = 4096, 512, 8192  # Ray warns below MIN_FILES and recommends FILES
-MIN_THREADS, FEW_THREADS = 4096, 1024  # a node with Ray, engines and ranks: about 60 per process
+# Estimates. Less is a fault for a run on GPUs, and a warning for one on CPUs, which may be small.
+MIN_FILES = 4096
+MIN_THREADS = 4096  # a node with Ray, engines and ranks: about 60 per process
 MIN_SHARED_BYTES = 512 << 20  # Docker's default is 64 MiB; Ray works with that, NCCL does not
-GIB = 1 << 30
-RAY_STOPS_SPILLING = 0.95  # share of a full disk
-MIN_TEMPORARY_BYTES, FEW_TEMPORARY_BYTES = 2 * GIB, GIB // 2
+MIN_TEMPORARY_BYTES = 2 << 30  # Ray's session
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-FIRST_VERSION = {"memory.max": "memory.limit_in_bytes"}  # cgroup v1 names that differ from v2
 
 
 def open_files(question: Question) -> Finding:
@@ -29,59 +26,48 @@ def open_files(question: Question) -> Finding:
     starts; nodes that already run keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if question.driver else soft
-    found = f"{_limit(limit)} open files"
-    remedy = f"`ulimit -n {8 * FILES}` before Ray starts, or LimitNOFILE, --ulimit nofile={8 * FILES} of the container"
-    if limit != resource.RLIM_INFINITY and limit < MIN_FILES:
-        short = fault if question.gpus or limit < FEW_FILES else warning
-        return short(f"{found}, and Ray, engines and ranks need {MIN_FILES}", remedy)
-    if limit != resource.RLIM_INFINITY and limit < FILES:
-        return warning(f"{found}, and Ray recommends {FILES}", remedy)
-    return ok(found)
+    remedy = "`ulimit -n 65536` before Ray starts, or LimitNOFILE, --ulimit nofile=65536 of the container"
+    enough = limit == resource.RLIM_INFINITY or limit >= MIN_FILES
+    return _compared(question, enough, f"limit of {limit} open files", f"{MIN_FILES}", remedy)
 
 
 def processes(question: Question) -> Finding:
     """Checks how many more threads may start: RLIMIT_NPROC of the user, pids.max of the container."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit, taken, key = cgroup("pids.max"), cgroup("pids.current"), "`pids.max` of the container (--pids-limit)"
-    left = None if limit is None else limit - (taken or 0)
-    if soft != resource.RLIM_INFINITY and (left is None or soft - _own_threads() < left):
-        limit, left, key = soft, soft - _own_threads(), "`ulimit -u`"
-    if left is None:
+    (soft, _), pids = resource.getrlimit(resource.RLIMIT_NPROC), cgroup("pids.max")
+    left = {}
+    if pids is not None:
+        left["`pids.max` of the container (--pids-limit)"] = pids - (cgroup("pids.current") or 0)
+    if soft != resource.RLIM_INFINITY:
+        left["`ulimit -u`"] = soft - _own_threads()
+    if not left:
         return ok("no limit of processes")
-    found = f"{left} more threads of {limit} ({key})"
-    if left < MIN_THREADS:
-        short = fault if question.gpus or left < FEW_THREADS else warning
-        return short(f"{found}, and Ray, engines and ranks need {MIN_THREADS}", f"raise {key}")
-    return ok(found)
+    key = min(left, key=left.__getitem__)
+    return _compared(
+        question, left[key] >= MIN_THREADS, f"{left[key]} more threads ({key})", f"{MIN_THREADS}", f"raise {key}"
+    )
 
 
 def shared_memory(question: Question) -> Finding:
     """Checks /dev/shm, which Ray's object store, NCCL and vLLM's processes share."""
-    disk = shutil.disk_usage("/dev/shm")
-    found = f"/dev/shm has {size(disk.total)}, {size(disk.free)} free"
+    total = shutil.disk_usage("/dev/shm").total
     remedy = "run the container with --shm-size=32g (or --ipc=host; in Kubernetes an emptyDir of medium Memory)"
-    if disk.total < MIN_SHARED_BYTES:
-        return (fault if question.gpus else warning)(f"{found}, below {size(MIN_SHARED_BYTES)}", remedy)
-    wanted = min(memory_bytes() // 5, 8 * GIB)  # size of the object store when dapo starts Ray
-    if not question.joined and disk.free < wanted:
-        return warning(f"{found}, and Ray's object store takes {size(wanted)}: it will lie on disk, slowly", remedy)
-    return ok(found)
+    enough = total >= MIN_SHARED_BYTES
+    return _compared(question, enough, f"/dev/shm has {size(total)}", size(MIN_SHARED_BYTES), remedy)
 
 
 def temporary_disk(question: Question) -> Finding:
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    try:
-        disk = shutil.disk_usage(folder)
-    except OSError as error:
-        return fault(f"Ray's temporary directory {folder}: {error}", "create it, or set RAY_TMPDIR to another one")
-    found = f"{folder} has {size(disk.free)} free of {size(disk.total)}"
+    free = shutil.disk_usage(folder).free
     remedy = "make room there, or name a directory on a local disk with room: RAY_TMPDIR, for launch/slurm NODE_DISK"
-    if disk.free < MIN_TEMPORARY_BYTES:
-        short = fault if question.gpus or disk.free < FEW_TEMPORARY_BYTES else warning
-        return short(f"{found}; Ray's session takes up to {size(MIN_TEMPORARY_BYTES)}", remedy)
-    if disk.free < (1 - RAY_STOPS_SPILLING) * disk.total:
-        return warning(f"{found}; Ray spills nothing to a disk that is {RAY_STOPS_SPILLING:.0%} full", remedy)
-    return ok(found)
+    enough = free >= MIN_TEMPORARY_BYTES
+    return _compared(question, enough, f"{folder} has {size(free)} free", size(MIN_TEMPORARY_BYTES), remedy)
+
+
+def _compared(question: Question, enough: bool, found: str, least: str, remedy: str) -> Finding:
+    if enough:
+        return ok(found)
+    short = fault if question.gpus else warning
+    return short(f"{found}, and Ray, engines and ranks need {least}", remedy)
 
 
 def memory_bytes() -> int:
@@ -92,36 +78,23 @@ def memory_bytes() -> int:
 
 
 def cgroup(name: str) -> int | None:
-    """Returns the smallest value of a cgroup file over this process's cgroups and their parents; None: unlimited. name:
-    the cgroup v2 file name; for v1, the controller's own tree and file name are used."""
+    """Returns the smallest value of a cgroup v2 file over this process's cgroup and its parents; None: unlimited."""
     try:
         lines = OWN_CGROUPS.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     found = []
-    for _, controllers, own in (line.split(":", 2) for line in lines):
-        controller = name.partition(".")[0]
-        if controllers and controller not in controllers.split(","):
-            continue
-        root, file = (CGROUPS / controller, FIRST_VERSION.get(name, name)) if controllers else (CGROUPS, name)
-        for folder in ((group := root / own.lstrip("/")), *group.parents):
-            if folder.is_relative_to(root):
-                try:
-                    found.append(int((folder / file).read_text(encoding="ascii")))
-                except (OSError, ValueError):  # "max", or the root group, which has no limit files
-                    continue
+    for own in (line.removeprefix("0::") for line in lines if line.startswith("0::")):
+        for folder in ((group := CGROUPS / own.lstrip("/")), *group.parents):
+            if folder.is_relative_to(CGROUPS):
+                with suppress(OSError, ValueError):  # "max", or the root group, which has no limit files
+                    found.append(int((folder / name).read_text(encoding="ascii")))
     return min(found, default=None)
 
 
 def _own_threads() -> int:
     user, total = os.getuid(), 0
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # it has ended, or access is denied
             total += process.num_threads() if process.uids().real == user else 0
-        except psutil.Error:  # it has ended, or access is denied
-            continue
     return total
-
-
-def _limit(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else str(number)

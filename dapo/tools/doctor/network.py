@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dapo.config.node_environment import sockets_towards
 from dapo.tools.doctor.software import MAX_NAMED, seen_gpus
-from dapo.tools.doctor.subject import Finding, Question, fault, ok, warning
+from dapo.tools.doctor.subject import Finding, Question, Subject, fault, ok, warning
 from dapo.tools.plan.terms import size
 
 DEVICES, FILES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
@@ -32,7 +32,7 @@ NOT_WANTED = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
 START_S, LIMIT_S = 60.0, 90.0  # timeouts: process group setup; the whole check
 CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # with smaller tensors a large ring would measure latency
 ROUNDS = 3  # the first one warms up
-SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # shares of the bandwidth that the planner assumes
+SLOW_SHARE = 1 / 3  # of the bandwidth that the planner assumes
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "Socket"  # NCCL's name for TCP
 
@@ -45,41 +45,29 @@ def rdma_devices() -> list[str]:
 
 
 def rdma(question: Question) -> Finding:
-    """If something is missing, NCCL silently uses TCP: a fault if other nodes have GPUs too, else a warning."""
-    devices = rdma_devices()
-    if not devices:
-        return ok("no InfiniBand, RoCE or EFA device, or NCCL is told to do without")
-    gpus = len(seen_gpus()) if question.gpus else 0
-    if not gpus:
-        return ok("no GPU here that this run would use")
-    found = f"{len(devices)} RDMA devices ({devices[0]} ...)" if devices[1:] else f"RDMA device {devices[0]}"
-    apart = question.cluster_gpus > gpus
-    short = fault if apart else warning
+    """If something is missing, NCCL silently uses TCP between nodes with GPUs."""
+    devices, gpus = rdma_devices(), len(seen_gpus()) if question.gpus else 0
+    if not devices or not gpus or question.cluster_gpus <= gpus:
+        return ok("no RDMA device that NCCL would use, or no GPUs on two nodes that this run would use")
+    found, lacks = f"RDMA devices {', '.join(devices[:MAX_NAMED])}", dict[str, str]()
     try:
         ctypes.CDLL(VERBS)
-    except OSError as error:
-        return short(
-            f"{found}, and {VERBS} cannot be loaded ({error}): NCCL takes TCP between nodes",
-            "apt-get install libibverbs1 ibverbs-providers (dnf: libibverbs), or the image of docker/Dockerfile; "
-            "NCCL_IB_DISABLE=1 where TCP is meant",
-        )
+    except OSError:
+        lacks[f"{VERBS} cannot be loaded"] = "apt-get install libibverbs1 ibverbs-providers, or docker/Dockerfile"
     if not FILES.is_dir():
-        missing = f"{found}, and no {FILES}"
-        if not apart:
-            return ok(f"{missing}: this container reaches no other node by it")
-        return fault(
-            f"{missing}: NCCL takes TCP between nodes",
-            f"give the container the devices (--device={FILES}, in Kubernetes the component launch/kubernetes/rdma)",
-        )
+        lacks[f"no {FILES}"] = f"give the container --device={FILES}, in Kubernetes launch/kubernetes/rdma"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = locked == resource.RLIM_INFINITY or _may_lock()
-    if not unlimited and locked < MIN_LOCKED_BYTES:
-        return short(
-            f"{found}, and {size(locked)} of memory may be locked (RLIMIT_MEMLOCK): NCCL cannot register its buffers",
+    if locked != resource.RLIM_INFINITY and locked < MIN_LOCKED_BYTES and not _may_lock():
+        lacks[f"{size(locked)} of memory may be locked (RLIMIT_MEMLOCK)"] = (
             "`ulimit -l unlimited` before Ray starts, --ulimit memlock=-1 of the container; in Kubernetes "
-            "LimitMEMLOCK=infinity for containerd on the nodes (IPC_LOCK has no effect for a user that is not root)",
+            "LimitMEMLOCK=infinity for containerd on the nodes"
         )
-    return ok(f"{found}, {VERBS}, {'any amount' if unlimited else size(locked)} of memory may be locked")
+    if not lacks:
+        return ok(f"{found}, {VERBS}")
+    return fault(
+        f"{found}; {'; '.join(lacks)}: NCCL takes TCP between nodes",
+        f"{'; '.join(lacks.values())}; NCCL_IB_DISABLE=1 where TCP is meant",
+    )
 
 
 def _may_lock() -> bool:
@@ -116,25 +104,15 @@ def measure(ring: Ring) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         os.environ.update(LOG, NCCL_DEBUG_FILE=str(log))  # safe: this process only measures
-        try:
-            seconds = _seconds(ring)
-        except Exception as error:
-            raise RuntimeError("; NCCL: ".join([str(error), *warned(_text(log))[-1:]])) from error
-        return Measured(seconds, network_of(_text(log)), rdma_devices())
+        seconds = _seconds(ring)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return Measured(seconds, network_of(text), rdma_devices())
 
 
 def network_of(log: str) -> str:
     """Returns the network named in NCCL's log: IB (also for RoCE), Socket, or a plugin's name."""
     found = re.findall(r"Using network (.+)", log)
     return found[-1].strip() if found else ""
-
-
-def warned(log: str) -> list[str]:
-    return re.findall(r"NCCL WARN (.+)", log)
-
-
-def _text(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
 
 def _seconds(ring: Ring) -> float:
@@ -161,12 +139,17 @@ def _seconds(ring: Ring) -> float:
             dist.all_reduce(values)
             values[0].item()  # synchronizes with the device
             best = min(best, time.perf_counter() - began)
-            smallest, largest = values.min().item(), values.max().item()
-            if (smallest, largest) != (ring.world, ring.world):
-                raise RuntimeError(f"the sum of {ring.world} ranks' ones is {smallest} to {largest}")
+            if not torch.all(values == ring.world):
+                raise RuntimeError(f"the sum of {ring.world} ranks' ones is wrong")
         return best
     finally:
         dist.destroy_process_group()
+
+
+def all_reduce(subject: Subject, machines: Any) -> Finding:
+    device = "cuda" if subject.uses_gpus and machines.gpus() else "cpu"
+    count = machines.having_gpus() if device == "cuda" else len(machines.names)
+    return judged(machines.all_reduce(device), device, count, subject.cfg.plan.network_bandwidth)
 
 
 def bytes_of(device: str) -> int:
@@ -187,25 +170,16 @@ def judged(measured: Sequence[object], device: str, machines: int, assumed: floa
         )
     slowest = max(one.seconds for one in those)
     bandwidth = 2 * (world - 1) / world * bytes_of(device) / slowest
-    networks = sorted({one.network for one in those} - {""})
-    using = f" by {', '.join(networks)}" if networks else ""
-    found = f"{where}: {size(bandwidth)}/s{using} ({bytes_of(device) >> 20} MiB in {slowest * 1000:.0f} ms)"
+    using = "".join(f" by {name}" for name in sorted({one.network for one in those} - {""}))
+    found = f"{where}: {size(bandwidth)}/s{using}"
     if device != "cuda" or machines == 1:
         return ok(found)
     see = "see the line `RDMA`, and which devices NCCL_IB_HCA and NCCL_SOCKET_IFNAME name"
     if shunned := sorted({name for one in those if one.network == SOCKETS for name in one.devices}):
-        return fault(
-            f"{found}; NCCL uses TCP beside {', '.join(shunned[:MAX_NAMED])}",
-            f"{see}; NCCL_IB_DISABLE=1 where TCP is meant",
-        )
+        return fault(f"{found}; NCCL uses TCP beside {', '.join(shunned[:MAX_NAMED])}", see)
     expected = assumed * world / machines
     if bandwidth < SLOW_SHARE * expected:
-        short = fault if bandwidth < BROKEN_SHARE * expected else warning
-        return short(
-            f"{found}, and the planner assumes {size(expected)}/s (`plan.network_bandwidth` x {world / machines:g} "
-            "GPUs of a node)",
-            f"{see}; set `plan.network_bandwidth` where the network has no more",
-        )
+        return warning(f"{found}, and the planner assumes {size(expected)}/s (`plan.network_bandwidth` x GPUs)", see)
     return ok(found)
 
 

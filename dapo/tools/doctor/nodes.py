@@ -1,5 +1,4 @@
-"""Runs checks on the nodes of a Ray cluster, one task per node and one per GPU. The only module of the doctor that
-imports Ray."""
+"""Runs checks on the nodes of a Ray cluster, one task per node and one per GPU."""
 
 import copy
 import time
@@ -13,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dapo.config.derived import halve_roles
 from dapo.config.schema import Config
 from dapo.ground.watchdog import waiting
-from dapo.tools.doctor.machines import CPU_RANKS, Machines, Silent, called
+from dapo.tools.doctor.machines import CPU_RANKS, Silent, ThisMachine, called
 from dapo.tools.doctor.network import LIMIT_S, Ring, measure
 from workers.cluster import connect, leave, nodes
 from workers.placing.asked import OWN_GPUS, pools
@@ -23,7 +22,7 @@ from workers.training.processes import free_address
 ANSWER_S = 120.0  # covers start and imports of a worker process, plus 60 s for the hub's and nvidia-smi's timeouts
 
 
-class RayNodes:
+class RayNodes(ThisMachine):
     """The nodes that are alive when it is created."""
 
     def __init__(self, address: str) -> None:
@@ -74,7 +73,7 @@ class RayNodes:
         leave()
 
 
-def fitting(cfg: Config, machines: Machines) -> str:
+def fitting(cfg: Config, machines: ThisMachine) -> str:
     """Returns the roles' GPU requests and the available GPUs, as text. Raises ValueError if they do not fit."""
     gpus, many = machines.gpus(), float("inf")
     there = nodes() if isinstance(machines, RayNodes) else [Node(gpus, many, gpus, many, {})]

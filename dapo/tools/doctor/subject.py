@@ -3,12 +3,11 @@
 import importlib.metadata
 import os
 import re
-import sys
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from dapo.config.derived import device_of, hands_over_memory
+from dapo.config.derived import device_of
 from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_config, shape_of
 from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
@@ -17,9 +16,7 @@ from dapo.config.schema import Config
 from dapo.tools.plan.actor import ActorMemory
 from dapo.tools.plan.terms import together
 
-OK, WARNING, FAULT = "ok", "warning", "fault"
-SKIPPED = "skipped"  # not checked, because a check that it needs has failed
-LEVELS = (SKIPPED, OK, WARNING, FAULT)  # in increasing severity
+OK, WARNING, FAULT = LEVELS = ("ok", "warning", "fault")  # in increasing severity
 LOCKS = (Path(__file__).resolve().parents[3] / "docker", Path.cwd() / "docker")  # a checkout, or a job's copy of one
 
 
@@ -44,10 +41,6 @@ def warning(found: str, remedy: str) -> Finding:
 def fault(found: str, remedy: str) -> Finding:
     """A problem that ends a run or spoils its results."""
     return Finding(FAULT, found, remedy)
-
-
-def worst(levels: list[str]) -> str:
-    return max(levels, key=LEVELS.index)
 
 
 class Subject:
@@ -83,73 +76,51 @@ class Subject:
 class Question:
     """What a node's checks compare with; the same for every node.
 
-    joined: whether the node belongs to a running Ray cluster. driver: whether the checks run in the driver's process,
-    not in a Ray worker. python: the driver's version. lock: name of the lock file, empty without one. pins: its
-    versions by package. models: paths or hub names by key. files: paths of code that every node runs, by key. sizes:
-    bytes of the files in each local model's directory, on the driver. gpus: whether the run computes on GPUs. shares:
-    whether ranks hand weights to engines in GPU memory. cluster_gpus: GPUs of all nodes.
+    joined: whether the node belongs to a running Ray cluster. driver: whether the checks run in the driver's process.
+    gpus: whether the run computes on GPUs. cluster_gpus: GPUs of all nodes. lock: name of the lock file. pins: its
+    versions by package. files: what every node reads, by key.
     """
 
     joined: bool
     driver: bool
-    python: tuple[int, int]
+    gpus: bool
+    cluster_gpus: int
     lock: str
     pins: dict[str, str]
-    models: dict[str, str]
     files: dict[str, str]
-    sizes: dict[str, dict[str, int]]
-    gpus: bool
-    shares: bool
-    cluster_gpus: int
 
 
 def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool, cluster_gpus: int = 0) -> Question:
-    models = {"model.path": resolve_path(cfg.model.path)}
-    beside = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
-    models |= {key: resolve_path(path) for key, path in beside.items() if path}
+    models = {"model.path": cfg.model.path, "reward.model.path": cfg.reward.model.path}
+    models["reward.judge.engine.path"] = cfg.reward.judge.engine.path
+    folders = {key: Path(resolve_path(path)) for key, path in models.items() if path}
+    files = {key: folder / "config.json" for key, folder in folders.items() if folder.is_dir()}
     sections = {SECTION: cfg.reward.functions}
     sections |= {section_of(name): functions for name, functions in source_functions(cfg.data.sources).items()}
-    files = {
-        f"{section}[{index}].path": str(Path(spec.path).expanduser().absolute())
-        for section, functions in sections.items()
-        for index, spec in enumerate(functions)
-        if spec.path.endswith(".py")
-    }
-    if cfg.rollout.function.path.endswith(".py"):
-        files["rollout.function.path"] = str(Path(cfg.rollout.function.path).expanduser().absolute())
+    code = {f"{key}[{n}].path": spec.path for key, specs in sections.items() for n, spec in enumerate(specs)}
+    code["rollout.function.path"] = cfg.rollout.function.path
+    files |= {key: Path(path).expanduser().absolute() for key, path in code.items() if path.endswith(".py")}
     lock, pins = locked()
     return Question(
         joined=joined,
         driver=driver,
-        python=sys.version_info[:2],
+        gpus=gpus,
+        cluster_gpus=cluster_gpus,
         lock=lock,
         pins=pins,
-        models=models,
-        files=files,
-        sizes={key: sizes_of(Path(path)) for key, path in models.items() if Path(path).is_dir()},
-        gpus=gpus,
-        shares=gpus and hands_over_memory(cfg),
-        cluster_gpus=cluster_gpus,
+        files={key: str(path) for key, path in files.items()},
     )
-
-
-def sizes_of(folder: Path) -> dict[str, int]:
-    """Returns bytes by file name, not recursive."""
-    return {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
 
 
 def locked() -> tuple[str, dict[str, str]]:
     """Returns the name of this environment's lock file, and its versions by package; empty if not found."""
-    name = "gpu.lock" if _version("vllm") else "cpu.lock"
+    try:
+        importlib.metadata.version("vllm")
+        name = "gpu.lock"
+    except importlib.metadata.PackageNotFoundError:
+        name = "cpu.lock"
     for folder in LOCKS:
         if (folder / name).is_file():
-            lines = (folder / name).read_text(encoding="utf-8").splitlines()
-            return f"docker/{name}", dict(re.findall(r"^([\w.-]+)==(\S+)", line)[0] for line in lines if "==" in line)
+            text = (folder / name).read_text(encoding="utf-8")
+            return f"docker/{name}", dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
     return "", {}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

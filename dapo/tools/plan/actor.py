@@ -18,18 +18,14 @@ from dapo.tools.plan.terms import Phase, Term, product, together
 
 FLOAT32, INT64 = 4, 8
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CANARY_TOKENS = 16  # `workers.rollout`
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
     """Activation bytes per token that a rank keeps for the backward pass, from the operations of transformers' layers.
-    Exact for the layers' own tensors: tests/tools/plan/test_memory.py measures the same, for each checkpointing mode.
-
-    element: bytes of the compute type. checkpointing: `model.gradient_checkpointing`. cuda: the attention kernel uses
-    shared key-value heads directly; on CPU they are repeated per query head. shared_by:
-    `actor.ulysses_sequence_parallel_size`."""
+    tests/tools/plan/test_memory.py measures the same. element: bytes of the compute type. cuda: on CPU key-value heads
+    are repeated per query head. shared_by: `actor.ulysses_sequence_parallel_size`."""
 
     shape: ModelShape
     element: int
@@ -95,31 +91,22 @@ class Activations:
     def terms_of_layers(self, tokens: int) -> tuple[Term, Term]:
         """Memory while the last layer is in its backward pass: what the other layers keep, and this layer."""
         others = self.shape.num_layers - 1
-        kept = f"({others} x {self.kept:,} B ({self.checkpointing}) + {self.once:,} B)"
-        working = f"{self.working_layer:,} B (kept whole {self.layer:,} B, the rest gradients)"
         return (
-            _per_token(f"activations kept by {others} layers", tokens, others * self.kept + self.once, kept),
-            _per_token("activations of the layer in work", tokens, self.working_layer, working),
+            product(f"activations kept by {others} layers", others * self.kept + self.once, tokens),
+            product("activations of the layer in work", self.working_layer, tokens),
         )
 
     def term_at_head(self, tokens: int) -> Term:
         """Memory while the head computes: layers, final norm, hidden states selected for the head."""
         layers, picked = self.shape.num_layers, self.once + self.norm + 2 * self.input
-        formula = f"({layers} x {self.kept:,} B ({self.checkpointing}) + {picked:,} B final norm and picked states)"
-        return _per_token(f"activations kept by {layers} layers", tokens, layers * self.kept + picked, formula)
-
-
-def _per_token(name: str, tokens: int, width: int, formula: str) -> Term:
-    return Term(name=name, amount=tokens * width, formula=f"{tokens:,} tokens x {formula}")
+        return product(f"activations kept by {layers} layers", layers * self.kept + picked, tokens)
 
 
 def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) -> Term:
     """`weight_sync.bucket_bytes` per bucket, at least the largest parameter and at most the model."""
     element = ELEMENT_BYTES[cfg.model.dtype]
     largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)  # experts are sent one by one
-    largest = min(largest, element * shape.parameters)
-    formula = f"{count} x {largest:,} B (weight_sync.bucket_bytes; at least the largest parameter, at most the model)"
-    return Term(name=name, amount=count * largest, formula=formula)
+    return product(name, min(largest, element * shape.parameters), count)
 
 
 def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
@@ -127,11 +114,8 @@ def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
     the part that vLLM loads before copying it into place."""
     element = ELEMENT_BYTES[cfg.rollout.vllm.get("dtype", cfg.model.dtype)]
     parts, table = int(cfg.rollout.vllm.get("tensor_parallel_size", 1)), shape.loaded_at_once
-    return Term(
-        name="a parameter on its way into its place",
-        amount=element * table * (1 + 1 / parts),
-        formula=f"{element} B x {table:,} x (1 + 1 / {parts})",
-    )
+    formula = f"{element} B x {table:,} x (1 + 1 / {parts})"
+    return Term(name="a parameter on its way into its place", amount=element * table * (1 + 1 / parts), formula=formula)
 
 
 def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
@@ -203,21 +187,13 @@ class ActorMemory:
             return ()
         return tuple(term for term in self.state() if term.name.startswith("optimizer"))
 
-    def resting(self) -> tuple[Term, ...]:
-        """What a rank keeps on its GPU while an engine has it. Gradients exist only in an update."""
-        gone = {term.name for term in self.moved()}
-        return tuple(t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients"))
-
     def beside(self) -> Phase:
-        """Peak memory of a rank on its GPU while an awake engine has it. The rank then computes the tokens that an
-        engine is compared by, and gathers weights: for an export, or for an engine that restarts, whose copies do not
-        count in its share."""
-        own = {
-            "comparing log-probabilities with an engine": (*self._arriving(), self._in_forward()),
-            "gathering weights": (self._in_sync(), copies_term(self.cfg, self.shape)),
-        }
-        phases = (Phase(name=name, terms=(*self.resting(), *terms)) for name, terms in own.items())
-        return max(phases, key=lambda phase: phase.total)
+        """Memory of a rank on its GPU while an awake engine has it. The rank then gathers weights: for an export, or
+        for an engine that restarts, whose copies do not count in its share. Gradients exist only in an update."""
+        gone = {term.name for term in self.moved()}
+        resting = [t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients")]
+        terms = (*resting, self._in_sync(), copies_term(self.cfg, self.shape))
+        return Phase(name="gathering weights", terms=terms)
 
     def checkpoint(self) -> tuple[Term, ...]:
         """Bytes of one checkpoint on disk, without buffer, cursor and tokenizer, which are negligible."""
@@ -229,12 +205,11 @@ class ActorMemory:
 
     def copied(self) -> tuple[Term, ...]:
         """Host memory for an asynchronous checkpoint: first the share of each rank, then what only rank 0 holds."""
-        checkpoint, names = self.cfg.checkpoint, ("copy of parameters and Adam m, v, float32", "copy of the export")
-        if not checkpoint.async_save:
+        if not self.cfg.checkpoint.async_save:
             return ()
-        export = product(f"{names[1]}, {self.cfg.model.dtype}, rank 0", self.element, self.shape.parameters)
-        own = self._sharded(names[0], 3 * FLOAT32, self.trained)
-        return (own, export) if checkpoint.hf_export else (own,)
+        own = self._sharded("copy of parameters and Adam m, v, float32", 3 * FLOAT32, self.trained)
+        export = product(f"copy of the export, {self.cfg.model.dtype}, rank 0", self.element, self.shape.parameters)
+        return (own, export) if self.cfg.checkpoint.hf_export else (own,)
 
     def on_host(self) -> float:
         """Bytes of host memory that the ranks of one node use, for the node of rank 0."""
@@ -271,29 +246,10 @@ class ActorMemory:
         """Unsharded: the root, and `units` layers; without resharding all layers and their waiting gradients."""
         shape, element, freed = self.shape, self.element, self.cfg.actor.reshard_after_forward
         count = units if freed else shape.num_layers
-        root = Term(
-            name="head and final norm gathered",
-            amount=element * (shape.embedding_parameters + shape.hidden_size),
-            formula=f"{element} B x ({shape.vocab_size:,} x {shape.hidden_size:,} + norm)",
-        )
+        root = product("head and final norm gathered", element, shape.embedding_parameters + shape.hidden_size)
         layers = product(f"{count} layer{'s' if count > 1 else ''} gathered", element, count, shape.layer_parameters)
         waiting = 0 if freed else min(self.trained, shape.parameters)
         return root, layers, product("whole gradients, float32", FLOAT32, waiting)
-
-    def _arriving(self) -> tuple[Term, ...]:
-        """Unsharded memory in a forward pass without gradient: the root and the units after it. Each unit has its
-        parameters and the receive buffer, which is kept until the next unit's is there."""
-        shape, element = self.shape, self.element
-        root, layers, _ = self._gathered(1)
-        table, layer = shape.embedding_parameters, shape.layer_parameters
-        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root or the embedding is in transit too
-        after = layers.amount // element + 2 * layer
-        name = "embedding or layers gathered, as they arrive and whole"
-        return root, product(name, element, max(first, round(after)))
-
-    def _in_forward(self) -> Term:
-        tokens = -(-(self.cfg.data.max_prompt_length + CANARY_TOKENS) // self.cfg.actor.ulysses_sequence_parallel_size)
-        return product("a layer's activations", self.activations.layer, tokens)
 
     def _at_head(self) -> Iterator[Term]:
         tokens, shape = self.cfg.actor.max_tokens_per_gpu, self.shape
@@ -301,8 +257,7 @@ class ActorMemory:
         buffers = narrow + 2 * FLOAT32
         rows = -(-tokens // -(-tokens * shape.vocab_size // LOGITS_CHUNK_ELEMENTS[device_of(self.cfg)]))
         yield self.activations.term_at_head(tokens)
-        formula = f"{rows:,} tokens x {shape.vocab_size:,} entries x {buffers} B"
-        yield Term(name="logits chunk and scratch", amount=rows * shape.vocab_size * buffers, formula=formula)
+        yield product("logits chunk and scratch", buffers, rows, shape.vocab_size)
         if not self.cfg.model.lora.rank:
             name = "gradient of the head's weight, float32 sum and a chunk's share"
             yield product(name, FLOAT32 + narrow, shape.vocab_size, shape.hidden_size)
@@ -311,11 +266,7 @@ class ActorMemory:
         lora, shape = self.cfg.model.lora.rank, self.shape
         own = self.trained // shape.num_layers if lora else shape.layer_parameters
         yield from self.activations.terms_of_layers(self.cfg.actor.max_tokens_per_gpu)
-        yield Term(
-            name="a layer's gradient, and one on its way in float32",
-            amount=(self.element + FLOAT32) * own,
-            formula=f"({self.element} + {FLOAT32}) B x {own:,}",
-        )
+        yield product("a layer's gradient, and one on its way in float32", self.element + FLOAT32, own)
         if not lora:
             yield product("gradient of the head", self.element, 1, shape.vocab_size, shape.hidden_size)
 
@@ -330,9 +281,5 @@ class ActorMemory:
     def _in_sync(self) -> Term:
         """The largest parameter in `workers.training.fsdp.gather`: converted before it is sent, then as it arrives
         shard by shard, and whole. With LoRA it stays float32, because adapters are merged into it."""
-        shape, width = self.shape, FLOAT32 if self.cfg.model.lora.rank else self.element
-        term = product("", 2 * width, shape.largest_parameter)
-        what = "embedding" if shape.largest_parameter == shape.embedding_parameters else "a layer's experts"
-        return Term(
-            name="one parameter gathered, in shards and whole", amount=term.amount, formula=f"{term.formula} ({what})"
-        )
+        width = FLOAT32 if self.cfg.model.lora.rank else self.element
+        return product("one parameter gathered, in shards and whole", 2 * width, self.shape.largest_parameter)

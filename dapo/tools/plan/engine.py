@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, shares_gpus
+from dapo.config.derived import device_of, gpus_per_engine, resolve_transport
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.tools.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
-from dapo.tools.plan.terms import Term, size, together
+from dapo.tools.plan.terms import Term, together
 
 # vLLM 0.32: defaults of an embedded engine (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
@@ -24,7 +24,6 @@ BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 VOCABULARY_MULTIPLE = 64  # embedding and head are padded to a multiple of it
 KV_BYTES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
-CACHE = "kv_cache_memory_bytes"  # if given, vLLM ignores `gpu_memory_utilization`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,12 @@ class EngineMemory:
         return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
 
     @property
-    def admitted(self) -> tuple[str, int]:
-        """Name of the argument that limits the sequences that run at once, and its value."""
-        name = "max_num_active_seqs" if self._arg("max_num_active_seqs", None) else "max_num_seqs"
-        return name, int(self._arg(name, self.max_num_seqs))
+    def cache_bytes(self) -> int:
+        """The size that is given for the KV cache, with which vLLM ignores `gpu_memory_utilization`; else 0."""
+        return int(self._arg("kv_cache_memory_bytes", 0))
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens of one pass; vLLM refuses a value below `max_num_seqs`."""
         return int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
 
     @property
@@ -97,58 +94,36 @@ class EngineMemory:
 
     def working(self) -> Term:
         """Peak of vLLM's trial batch: MLP, residual stream, expert outputs, three copies of all logits."""
-        tokens = self.max_num_batched_tokens
-        mlp = 3 * self.shape.mlp_width // self.tensor_parallel + self.shape.experts_per_token * self.shape.hidden_size
-        layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
+        tokens, h = self.max_num_batched_tokens, self.shape.hidden_size
+        mlp = 3 * self.shape.mlp_width // self.tensor_parallel + self.shape.experts_per_token * h
         logits = 3 * 4 * self.max_num_seqs * self.shape.vocab_size
         formula = (
-            f"{tokens:,} tokens x {self.element} B x ({mlp:,} + 4 x {self.shape.hidden_size:,}) + 3 x 4 B x "
-            f"{self.max_num_seqs} sequences x {self.shape.vocab_size:,} logits"
+            f"{tokens:,} tokens x {self.element} B x ({mlp:,} + 4 x {h:,}) + 3 x 4 B x {self.max_num_seqs} sequences x "
+            f"{self.shape.vocab_size:,} logits"
         )
-        return Term(name="working memory of a batch", amount=layers + logits, formula=formula)
+        amount = tokens * self.element * (mlp + 4 * h) + logits
+        return Term(name="working memory of a batch", amount=amount, formula=formula)
 
     def terms(self) -> tuple[Term, ...]:
         """All memory of one GPU. The KV cache is last: what is left, negative if nothing is."""
-        overhead = Term(
-            name="process overhead, CUDA graphs",
-            amount=self.cfg.plan.engine_overhead_bytes,
-            formula="assumed: plan.engine_overhead_bytes",
-        )
-        used = (self.weights(), self.working(), overhead)
-        if device_of(self.cfg) == "cpu":
-            cache = self._arg(CACHE, float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
-            formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"
+        used = (self.weights(), self.working(), self.asleep())
+        if self.cache_bytes:
+            cache, formula = float(self.cache_bytes), "rollout.vllm.kv_cache_memory_bytes"
+        elif device_of(self.cfg) == "cpu":
+            cache, formula = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB, "VLLM_CPU_KVCACHE_SPACE"
         else:
-            left = self.utilization * self.cfg.plan.gpu_memory_bytes - together(used)
-            cache = self._arg(CACHE, left)
+            cache = self.utilization * self.cfg.plan.gpu_memory_bytes - together(used)
             formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
-            formula = formula if cache is left else f"rollout.vllm.{CACHE}"
-        return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
+        return (*used, Term(name="KV cache", amount=cache, formula=formula))
 
     @property
     def taken(self) -> float:
         return max(0.0, together(self.terms()))
 
-    def within(self, room: float) -> tuple[str, float]:
-        """Returns the key that sets the engine's size, and its largest value for at most `room` bytes."""
-        if (cache := self._arg(CACHE, None)) is not None:
-            return f"rollout.vllm.{CACHE}", int(cache - self.taken + room)
-        return "rollout.vllm.gpu_memory_utilization", int(room / self.cfg.plan.gpu_memory_bytes * 100) / 100
-
     def asleep(self) -> Term:
         """What a sleeping engine keeps: its process, kernels and CUDA graphs."""
-        amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
-        return Term(name="engine asleep", amount=amount, formula=formula)
-
-    def on_host(self) -> tuple[Term, ...]:
-        """What sleeping engines keep in a node's memory at vLLM's sleep level 1, to which a run falls back
-        (`workers.engines.keeper`). At level 2 they keep nothing."""
-        if not shares_gpus(self.cfg) or device_of(self.cfg) == "cpu":
-            return ()
-        asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines
-        count, own = min(self.cfg.plan.gpus_per_node, asleep * self.gpus), self.weights().amount
-        formula = f"{size(own)} x {count} GPUs of a node"
-        return (Term(name="copies of weights", amount=count * own, formula=formula),)
+        overhead = self.cfg.plan.engine_overhead_bytes
+        return Term(name="process, CUDA graphs", amount=overhead, formula="assumed: plan.engine_overhead_bytes")
 
     def beyond(self) -> tuple[Term, ...]:
         """Memory beyond the engine's share while weights are broadcast to it: the receive buffer, and copies of the
@@ -163,9 +138,18 @@ class EngineMemory:
         return max(0, int(self.terms()[-1].amount) // (self.kv_bytes_per_token * self.block)) * self.block
 
     @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest sequence, in whole blocks."""
+        return -(-self.window // self.block) * self.block
+
+    @property
+    def sequence_bytes(self) -> int:
+        return self.sequence_tokens * self.kv_bytes_per_token
+
+    @property
     def at_full_length(self) -> float:
-        """Number of sequences of `window` tokens that the cache holds."""
-        return self.kv_tokens / (-(-self.window // self.block) * self.block)
+        """Number of longest sequences that the cache holds."""
+        return self.kv_tokens / self.sequence_tokens
 
     def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
         """Number of growing sequences that the cache holds; longer ones are present for longer (`workers.capacity`)."""
@@ -173,4 +157,4 @@ class EngineMemory:
         return self.kv_tokens / (held + self.block / 2)
 
     def running(self, prompt: int, responses: Sequence[int]) -> int:
-        return max(1, min(self.admitted[1], int(self.at_lengths(prompt, responses))))
+        return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))

@@ -1,9 +1,9 @@
-"""Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions; how long before a
-time limit a run must be signalled (`Lead`), and how large its output directory gets (`on_disk`).
+"""Estimates tokens, FLOPs and seconds of one step; how long before a time limit a run must be signalled (`Lead`), and
+how large its output directory gets (`on_disk`).
 
-The response lengths are a fixed log-normal sample, truncated at the maximum. Its mini-batches are packed by the actors'
-own code (`dapo.algorithm.packing`), so idle and partly filled micro-batches are counted, not guessed. A prompt is
-counted for each of its responses, but ranks compute a long one once for several: the real update is then faster.
+The response lengths are a fixed log-normal sample, truncated at the maximum, packed by the actors' own code
+(`dapo.algorithm.packing`). A prompt is counted for each of its responses, but ranks compute a long one once for
+several: the real update is then faster.
 """
 
 import math
@@ -14,12 +14,11 @@ from functools import cached_property
 from dapo.algorithm.packing import estimated_work, pack
 from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.config.facts.model_shape import ModelShape
-from dapo.config.paths import output_path
 from dapo.config.plan import PlannedConfig
 from dapo.sampling.lending import Lending
 from dapo.tools.plan.actor import ActorMemory
 from dapo.tools.plan.engine import EngineMemory
-from dapo.tools.plan.terms import Term, duration, size, together
+from dapo.tools.plan.terms import Term, size, together
 
 SAMPLED_MINIBATCHES = 4
 # Multiples of the forward pass. Without weight gradients half as much; attention computes its scores once more.
@@ -61,13 +60,11 @@ def sync_bytes(shape: ModelShape) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
     """How mini-batches are packed into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank
-    over that of the heaviest, per micro-batch, because all ranks wait for each other at each one. idle: share of
-    micro-batches without a sequence."""
+    over that of the heaviest, per micro-batch, because all ranks wait for each other at each one."""
 
     micro_batches: int
     filled: float
     balance: float
-    idle: float
 
 
 @dataclass(frozen=True)
@@ -91,21 +88,12 @@ class Step:
 
     @property
     def switch_s(self) -> float:
-        """Seconds per step to switch shared GPUs between engines and ranks; without sleep and wake-up of lent
-        engines."""
+        """Seconds per step to switch shared GPUs between engines and ranks; not counted where engines are lent."""
         if not shares_gpus(self.cfg):
             return 0.0
+        moved = together(ActorMemory(self.cfg, self.shape).moved())
         asleep_s = 0.0 if lends(self.cfg) else self.cfg.plan.switch_s
-        return asleep_s + 2 * self._moved_bytes / self.cfg.plan.host_bandwidth
-
-    @property
-    def switch_formula(self) -> str:
-        asleep = "" if lends(self.cfg) else f"plan.switch_s {self.cfg.plan.switch_s:g} s (assumed), and "
-        return f"{asleep}2 x {size(self._moved_bytes)} of optimizer state to the host and back (actor.offload)"
-
-    @property
-    def _moved_bytes(self) -> float:
-        return together(ActorMemory(self.cfg, self.shape).moved())
+        return asleep_s + 2 * moved / self.cfg.plan.host_bandwidth
 
     @property
     def rank_groups(self) -> int:
@@ -118,7 +106,7 @@ class Step:
         size = self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
         room = self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size
         equal_at = self.shape.attention_equals_rest_tokens
-        bins, heaviest, work, idle, tokens = 0, 0.0, 0.0, 0, 0
+        bins, heaviest, work, tokens = 0, 0.0, 0.0, 0
         for start in range(0, SAMPLED_MINIBATCHES * size, size):
             lengths = [prompt + r for r in self.responses[start : start + size]]
             packed = pack(lengths, self.rank_groups, room, equal_at)
@@ -127,13 +115,11 @@ class Step:
                 loads = [sum(estimated_work(lengths[i], equal_at) for i in members) for members in position]
                 heaviest += max(loads) * self.rank_groups
                 work += sum(loads)
-                idle += sum(not members for members in position)
                 bins += self.rank_groups
         return Packing(
             micro_batches=round(bins / self.rank_groups / SAMPLED_MINIBATCHES),
             filled=tokens / (bins * room),
             balance=work / heaviest,
-            idle=idle / bins,
         )
 
     @property
@@ -204,9 +190,8 @@ class Step:
 
     @property
     def bandwidth(self) -> float:
-        """Byte/s at which a rank receives shards: within a node if a copy of the parameters fits one. Otherwise NCCL's
-        rings each cross a node's border once, through the adapters of all the group's GPUs there; between these GPUs
-        the same bytes travel within the node."""
+        """Byte/s at which a rank receives shards: within a node if a copy of the parameters fits one, else through the
+        adapters of all the group's GPUs there."""
         plan, shards = self.cfg.plan, ActorMemory(self.cfg, self.shape).shards
         if shards <= plan.gpus_per_node:
             return plan.node_bandwidth
@@ -225,9 +210,8 @@ class Step:
         gathered, summed = (size / self.bandwidth for size in self.traffic)
         epochs = self.cfg.actor.ppo_epochs
         forward, rounds = epochs * self.forward_flops, self.rounds
-        launched = (
-            optimizer_steps(self.cfg) * self.packing.micro_batches * self.shape.num_layers * self.cfg.plan.layer_s
-        )
+        micro_batches = optimizer_steps(self.cfg) * self.packing.micro_batches
+        launched = micro_batches * self.shape.num_layers * self.cfg.plan.layer_s
         again = 1 if self.cfg.model.gradient_checkpointing == "none" else 2  # recomputation launches each layer again
         found = {
             name: (flops, launched / epochs, rounds / epochs * gathered) for name, flops in self.extra_passes.items()
@@ -275,17 +259,14 @@ class Step:
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
 
-    def lending(self, engine: EngineMemory) -> tuple[float, float]:
-        """Seconds by which engines lent the ranks' GPUs shorten generation, and seconds for which they serve.
-        `plan.switch_s` is the time to wake and to sleep. Both are 0 if lending does not pay or nothing is lent."""
+    def lending_s(self, engine: EngineMemory) -> float:
+        """Seconds by which engines lent the ranks' GPUs shorten generation; 0 if that does not pay."""
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         own, lent = self.cfg.rollout.num_engines * running, lent_engines(self.cfg) * running
         half = self.cfg.plan.switch_s / 2
         lending = Lending(own=own, lent=lent, wake_s=half, sleep_s=half)
         waiting = max(0.0, self.sequences / self.kept_rate - own)
-        response_s = mean_tokens(self.cfg)[1] * self.token_s(engine, running)
-        gain_s = lending.gain_s(waiting, response_s)
-        return (gain_s, lending.awake_s(waiting, response_s)) if gain_s > 0 else (0.0, 0.0)
+        return max(0.0, lending.gain_s(waiting, mean_tokens(self.cfg)[1] * self.token_s(engine, running)))
 
 
 @dataclass(frozen=True)
@@ -310,71 +291,36 @@ class Lead:
 
     @property
     def seconds(self) -> int:
-        """The lead; an earlier asynchronous save may have to finish first."""
+        """An earlier asynchronous save may have to finish first."""
         before = max(self.update_s, self.save_s) if self.cfg.checkpoint.async_save else self.update_s
         return math.ceil(ROOM * (before + self.save_s) + ENDING_S)
 
-    def lines(self) -> list[str]:
-        written = size(self.save_s * self.cfg.plan.storage_bandwidth)
-        first = f"the update {duration(self.update_s)}"
-        if self.cfg.checkpoint.async_save and self.save_s > self.update_s:
-            first = f"the save that may run beside it {duration(self.save_s)}"
-        return [
-            f"SIGNAL BEFORE A TIME LIMIT: {self.seconds:,} s = {ROOM:g} x ({first} + a save {duration(self.save_s)}) + "
-            f"{ENDING_S:g} s",
-            f"  a save: {written} at {size(self.cfg.plan.storage_bandwidth)}/s (assumed: plan.storage_bandwidth)",
-        ]
-
-
-def job(cfg: PlannedConfig) -> str:
-    """Returns the launcher's other values, one `name value` per line: output directory, and what to resume from."""
-    return f"output_dir {output_path(cfg.trainer.output_dir)}\nresume {cfg.checkpoint.resume}"
-
-
-def checkpoints_kept(cfg: PlannedConfig) -> int:
-    """Checkpoints on disk at the end: the last one, and earlier ones that are not deleted."""
-    every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
-    saved = 1 + (cfg.trainer.total_steps // every if every else 0)
-    return min(cfg.checkpoint.keep or saved, saved)
-
 
 def on_disk(cfg: PlannedConfig, checkpoint_bytes: float) -> tuple[Term, ...]:
-    """Terms named as in the output directory. checkpoint_bytes: of one checkpoint."""
-    steps, only, response = cfg.trainer.total_steps, cfg.trainer.only, mean_tokens(cfg)[1]
+    """Terms named as in the output directory at its fullest. checkpoint_bytes: of one checkpoint."""
+    steps, only, log = cfg.trainer.total_steps, cfg.trainer.only, cfg.logging
+    every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
+    saved = 1 + (steps // every if every else 0)
+    kept = min(cfg.checkpoint.keep or saved, saved) + 1  # one is being written
     trained = cfg.data.train_batch_size * cfg.rollout.n
     drawn = trained / (cfg.plan.mixed_rate if cfg.filter_groups.enable and only != "train" else 1.0)
-    kept = checkpoints_kept(cfg) + 1
-    group_bytes = (ARRAY_BYTES + TEXT_BYTES) * response
+    text = TEXT_BYTES * mean_tokens(cfg)[1]
+    response = text + ARRAY_BYTES * mean_tokens(cfg)[1]
     batches = {"rollout": steps, "train": 0}.get(only, min(cfg.checkpoint.batches, steps))
     segments = min(kept, steps) if cfg.checkpoint.journal and only != "train" else 0
-    return (
-        Term(
-            name=CHECKPOINTS,
-            amount=kept * checkpoint_bytes,
-            formula=f"{kept:,} of {size(checkpoint_bytes)}, one of them being written",
-        ),
-        _store(cfg, drawn),
-        Term(
-            name=BATCHES,
-            amount=batches * trained * group_bytes,
-            formula=f"{batches:,} steps x {trained:,} responses x {response:,} tokens x {ARRAY_BYTES + TEXT_BYTES} B",
-        ),
-        Term(
-            name=JOURNAL,
-            amount=segments * drawn * group_bytes,
-            formula=f"{segments:,} segments x {drawn:,.0f} responses x {response:,} tokens x "
-            f"{ARRAY_BYTES + TEXT_BYTES} B",
-        ),
+    row = ROW_BYTES + min(text, log.max_text_bytes) * log.sample_fraction
+    store = steps * drawn * row
+    if log.max_store_bytes:  # bounds the texts; a step is there twice while it is written
+        store = min(store, max(log.max_store_bytes, steps * drawn * ROW_BYTES) + 2 * drawn * row)
+    counts = (
+        (CHECKPOINTS, kept, "checkpoints", 1, checkpoint_bytes),
+        (BATCHES, batches, "steps", trained, response),
+        (JOURNAL, segments, "segments", drawn, response),
     )
-
-
-def _store(cfg: PlannedConfig, drawn: float) -> Term:
-    """The sample store: texts up to its limit, all other data, and a second copy of a step while it is written."""
-    log, steps = cfg.logging, cfg.trainer.total_steps
-    text = min(TEXT_BYTES * mean_tokens(cfg)[1], log.max_text_bytes) * log.sample_fraction
-    step = drawn * (ROW_BYTES + text)
-    whole, bound = steps * step, max(log.max_store_bytes, steps * drawn * ROW_BYTES) + 2 * step
-    formula = f"{steps:,} steps x {drawn:,.0f} responses x ({ROW_BYTES} + {text:,.0f}) B"
-    if log.max_store_bytes and bound < whole:
-        return Term(name=STORE, amount=bound, formula=f"logging.max_store_bytes and two steps, of {formula}")
-    return Term(name=STORE, amount=whole, formula=formula)
+    return (
+        *(
+            Term(name=name, amount=n * each * width, formula=f"{n:,} {what} of {size(each * width)}")
+            for name, n, what, each, width in counts
+        ),
+        Term(name=STORE, amount=store, formula=f"{steps:,} steps of {size(drawn * row)}, logging.max_store_bytes"),
+    )

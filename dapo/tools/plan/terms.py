@@ -33,13 +33,8 @@ def together(terms: Iterable[Term]) -> float:
 
 
 def product(name: str, width: int, *counts: int) -> Term:
-    return Term(
-        name=name, amount=width * math.prod(counts), formula=" x ".join([f"{width} B", *(f"{n:,}" for n in counts)])
-    )
-
-
-def size(amount: float) -> str:
-    return short(amount, "B")
+    formula = " x ".join([f"{width:,} B", *(f"{n:,}" for n in counts)])
+    return Term(name=name, amount=width * math.prod(counts), formula=formula)
 
 
 def short(amount: float, unit: str = "") -> str:
@@ -48,6 +43,10 @@ def short(amount: float, unit: str = "") -> str:
         if abs(amount) >= factor:
             return f"{amount / factor:.2f} {letter}{unit}"
     return f"{amount:.0f} {unit}".rstrip()
+
+
+def size(amount: float) -> str:
+    return short(amount, "B")
 
 
 def duration(seconds: float) -> str:

@@ -14,11 +14,11 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.tools.doctor import limits, machines, network, software, storage, subject
+from dapo.tools.doctor import limits, machines, network, storage, subject
 from dapo.tools.doctor.checks import CHECKS, check_machine, diagnose
 from dapo.tools.doctor.machines import Silent, ThisMachine
 from dapo.tools.doctor.network import Measured, bytes_of, judged, network_of
-from dapo.tools.doctor.subject import FAULT, OK, SKIPPED, WARNING, Finding, Subject
+from dapo.tools.doctor.subject import FAULT, OK, WARNING, Finding, Subject
 from tests.support.rewards.judge_server import KEY, judge_server
 
 BASE = "pkg://dapo.tiny/base"
@@ -27,13 +27,9 @@ Plant = Callable[[Path, pytest.MonkeyPatch], list[str]]
 
 
 def doctor(*overrides: str, only: str, nodes: Any = None) -> Finding:
-    """What one check says, with those that it needs."""
-    needed = {only}
-    for check in reversed(CHECKS):
-        needed |= set(check.needs) if check.name in needed else set()
     run = Subject(compose(overrides, "dapo_tiny", plan=True))
-    checks = [check for check in CHECKS if check.name in needed]
-    return {found.name: found.finding for found in diagnose(run, nodes or ThisMachine(), checks)}[only]
+    [outcome] = diagnose(run, nodes or ThisMachine(), [check for check in CHECKS if check.name == only])
+    return outcome.finding
 
 
 def assert_says(found: Finding, level: str, parts: list[str]) -> None:
@@ -125,24 +121,9 @@ def variables(**values: str) -> Plant:
     return plant
 
 
-def open_token(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    (folder / "token").write_text("0" * 64)
-    (folder / "token").chmod(0o644)
-    return variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(folder / "token"))(folder, patch)
-
-
 def no_directory(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     (folder / "file").write_text("")
     return [f"trainer.output_dir={folder / 'file' / 'run'}"]
-
-
-def course_left(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    for name in ("left_000007", "step_000005"):
-        file = folder / "out" / "checkpoints" / name / "hf" / "model"
-        file.parent.mkdir(parents=True)
-        with file.open("wb") as sparse:
-            sparse.truncate(10_000_000)
-    return []
 
 
 def limit(name: int, value: int) -> Plant:
@@ -163,49 +144,31 @@ def disk(total: int, free: int) -> Plant:
     return patched(limits.shutil, "disk_usage", lambda path: usage)
 
 
-def expandable(name: str, *overrides: str) -> Plant:
-    """A setting of torch's allocator that ranks inherit."""
-    plant = variables(**{name: "max_split_size_mb:512,expandable_segments:True"})
-    return lambda folder, patch: [*plant(folder, patch), *overrides]
-
-
 ON_GPUS = ("trainer.device=cuda", "model.dtype=bfloat16", "actor.num_workers=1", "rollout.num_engines=1")
-APART = (*ON_GPUS, "trainer.colocate=none")
-TURNS, LENT = (*ON_GPUS, "trainer.colocate=time"), (*ON_GPUS, "trainer.colocate=lend")
 NEVER_DELETED = ("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
 LONG = ("logging.max_store_bytes=0", "trainer.total_steps=100000000")
 PLANTED = [
-    ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
-    ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
-    ("libraries", patched(subject, "_version", lambda name: "0.32.0"), FAULT, ["docker/gpu.lock", "Dockerfile.cpu"]),
     ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
-    ("allocator", expandable("PYTORCH_CUDA_ALLOC_CONF", *TURNS), FAULT, ["CUDA_ALLOC_CONF", "ipc", "every node"]),
-    ("allocator", expandable("PYTORCH_ALLOC_CONF", *LENT), FAULT, ["PYTORCH_ALLOC_CONF (max", "ipc", "leave"]),
-    ("allocator", expandable("PYTORCH_ALLOC_CONF", *APART), OK, ["no memory is shared"]),
-    ("allocator", expandable("PYTORCH_ALLOC_CONF", *TURNS, "trainer.only=rollout"), OK, ["no memory is shared"]),
-    ("allocator", arguments(*TURNS), OK, ["expandable segments are off"]),
-    ("open files", limit(resource.RLIMIT_NOFILE, 256), FAULT, ["256 open files", "ulimit -n"]),
-    ("open files", limit(resource.RLIMIT_NOFILE, 1024), WARNING, ["1024 open files", "ulimit -n"]),
-    ("processes", limit(resource.RLIMIT_NPROC, 500), FAULT, ["of 500", "`ulimit -u`"]),
+    ("open files", limit(resource.RLIMIT_NOFILE, 256), WARNING, ["256 open files", "ulimit -n"]),
+    ("processes", limit(resource.RLIMIT_NPROC, 500), WARNING, ["`ulimit -u`"]),
     ("shared memory", disk(64 << 20, 64 << 20), WARNING, ["67.11 MB", "shm-size"]),
-    ("temporary disk", disk(100 * GB, GB // 4), FAULT, ["250.00 MB", "RAY_TMPDIR"]),
-    ("temporary disk", disk(20 * GB, GB), WARNING, ["1.00 GB", "RAY_TMPDIR"]),
-    ("temporary disk", disk(100 * GB, 4 * GB), WARNING, ["95%", "RAY_TMPDIR"]),
+    ("temporary disk", disk(100 * GB, GB), WARNING, ["1.00 GB", "RAY_TMPDIR"]),
     ("settings", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
-    ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
-    ("files", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["functions[0].path` (/no/such.py)", "node"]),
+    (
+        "files",
+        arguments("reward.functions=[{path: /no/such.py}]"),
+        FAULT,
+        ["functions[0].path` (/no/such.py)", "every node"],
+    ),
     ("files", arguments("rollout.function.path=/no/such.py"), FAULT, ["`rollout.function.path` (/no/such.py)", "node"]),
-    ("free disk", arguments(*NEVER_DELETED), FAULT, ["checkpoints 1.47 PB", "100,000,002 of 14.73 MB", "keep"]),
+    ("free disk", arguments(*NEVER_DELETED), FAULT, ["checkpoints 1.47 PB", "keep"]),
     ("free disk", arguments(*NEVER_DELETED, "trainer.only=rollout"), WARNING, ["checkpoints 0 B", "batches 12.90 TB"]),
-    ("free disk", arguments(*LONG), WARNING, ["samples.sqlite 23.96 TB", "`logging.max_store_bytes` (0 B"]),
-    ("free disk", course_left, OK, ["checkpoints 48.93 MB", "checkpoints/left_* hold 10.00 MB that no run reads"]),
+    ("free disk", arguments(*LONG), WARNING, ["samples.sqlite 23.96 TB", "`logging.max_store_bytes`"]),
     ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
-    ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
-    ("authentication", variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/no/such"), FAULT, ["/no/such", "umask"]),
     ("authentication", variables(RAY_ADDRESS="10.0.0.1:6379"), WARNING, ["RAY_AUTH_MODE", "get-auth-token"]),
     ("authentication", variables(RAY_AUTH_MODE="disabled"), WARNING, ["every user of this machine", "unset"]),
-    ("authentication", variables(RAY_AUTH_MODE="token"), OK, ["on loopback", "this run's own"]),
+    ("authentication", variables(RAY_AUTH_MODE="token"), OK, ["asks for a token"]),
     (
         "all-reduce",
         patched(machines.sys, "executable", "/bin/false"),
@@ -233,7 +196,7 @@ PLANTED = [
         ["enable_thinkng` (False)"],
     ),
     ("data", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
-    ("data", data(("1+1=", "2"), ("2+1=", "3")), OK, ["18 rows, 2 duplicates", "16 prompts"]),
+    ("data", data(("1+1=", "2"), ("2+1=", "3")), OK, ["18 rows, 2 duplicates"]),
     ("data", data(("1+1=", "3"), ("16+1=", "17")), OK, ["18 rows, ", "1 contradictory"]),
     ("data", data(*[(f"{number}+1=", "0") for number in range(3)]), FAULT, ["3 of 16", "contradict", "'0'"]),
     ("data", trained_on, WARNING, ["16 held-out"]),
@@ -264,19 +227,6 @@ def test_an_output_directory_in_the_home_is_the_one_of_the_run(tmp_path: Path, m
         assert str(home) in found.found and str(here) not in found.found and found.level == OK
 
 
-def test_what_needs_a_faulty_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cause is one fault."""
-    cut = model(cut_off)(tmp_path, monkeypatch)
-    for names, overrides, expected in (
-        (("settings", "data", "plan"), cut, [FAULT, OK, OK]),
-        (("GPUs", "placement"), ON_GPUS, [FAULT, SKIPPED]),
-    ):
-        run = Subject(compose(overrides, "dapo_tiny", plan=True))
-        checks = [check for check in CHECKS if check.name in names]
-        levels = [outcome.finding.level for outcome in diagnose(run, ThisMachine(), checks)]
-        assert levels == expected
-
-
 def test_a_run_on_gpus_needs_more_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little is a warning on CPUs, where the tiny run comes through, and a fault on GPUs."""
     disk(64 << 20, 64 << 20)(tmp_path, monkeypatch)
@@ -297,7 +247,7 @@ def test_ray_raises_the_limit_of_open_files_of_a_driver_and_not_of_nodes(monkeyp
         assert limits.open_files(asked).level == level
 
 
-class OtherNodes:
+class OtherNodes(ThisMachine):
     """Three nodes: the second does what is planted."""
 
     names = ["a", "b", "c"]
@@ -321,10 +271,6 @@ class OtherNodes:
         return [Measured(0.1), Silent("connection refused"), Measured(0.1)]
 
 
-def reads_without_writing(call: Any, folder: str, name: str) -> str:
-    return (Path(folder) / "token").read_text()
-
-
 def of_its_owner_alone(call: Any, folder: str, name: str) -> Any:
     assert Path(folder).stat().st_mode & 0o777 == 0o700
     return call(folder, name)
@@ -333,12 +279,10 @@ def of_its_owner_alone(call: Any, folder: str, name: str) -> Any:
 DISK = "shared directory"
 ACROSS = [
     ("clock", lambda call, *args: call(*args) + 90, FAULT, ["+90.0", "at b", "chrony"]),
-    ("clock", lambda call, *args: call(*args) - 5, WARNING, ["-5.0", "at b", "chrony"]),
     ("clock", lambda call, *args: call(*args) + 0.5, OK, ["3 nodes"]),
-    (DISK, lambda *_: "gone", FAULT, ["1 of 3 nodes: b: the driver's file is not there (gone)"]),
-    (DISK, reads_without_writing, FAULT, ["b: what this node writes is not there"]),
+    (DISK, lambda *_: Silent("gone"), FAULT, ["1 of 3 nodes: b"]),
     (DISK, of_its_owner_alone, OK, ["the same on 3 nodes"]),
-    ("python", lambda *_: Silent("no answer within 120 s"), FAULT, ["1 of 3 nodes: b", "120 s"]),
+    ("packages", lambda *_: Silent("no answer within 120 s"), FAULT, ["1 of 3 nodes (b)", "120 s"]),
     ("all-reduce", lambda *_: None, FAULT, ["gloo, 3 ranks", "connection refused", "GLOO_SOCKET_IFNAME"]),
 ]
 
@@ -379,16 +323,14 @@ OTHERS, ALONE = 16, 8  # GPUs of the cluster, where the node has eight
     ("lacks", "cluster_gpus", "level", "parts"),
     [
         pytest.param("library", OTHERS, FAULT, ["libibverbs.so.1 cannot be", "ibverbs-providers", "TCP"], id="library"),
-        pytest.param("library", ALONE, WARNING, ["libibverbs.so.1 cannot be"], id="library, one node"),
+        pytest.param("library", ALONE, OK, ["no GPUs on two nodes"], id="library, one node"),
         pytest.param("files", OTHERS, FAULT, ["no {files}", "--device", "launch/kubernetes/rdma"], id="files"),
-        pytest.param("files", ALONE, OK, ["no {files}"], id="files, one node"),
         pytest.param("locked", OTHERS, FAULT, ["8.39 MB", "ulimit -l unlimited", "LimitMEMLOCK=infinity"], id="locked"),
-        pytest.param("locked", 0, WARNING, ["8.39 MB"], id="locked, no cluster"),
-        pytest.param("locked, but for IPC_LOCK", OTHERS, OK, ["any amount"], id="a capability"),
-        pytest.param("nothing", OTHERS, OK, ["2 RDMA devices (mlx5_0 ...)", "68.72 GB"], id="well"),
-        pytest.param("devices", OTHERS, OK, ["no InfiniBand"], id="no devices"),
-        pytest.param("library, and is told to do without", OTHERS, OK, ["do without"], id="not wanted"),
-        pytest.param("library and GPUs", OTHERS, OK, ["no GPU here"], id="a head"),
+        pytest.param("locked, but for IPC_LOCK", OTHERS, OK, ["mlx5_0"], id="a capability"),
+        pytest.param("nothing", OTHERS, OK, ["mlx5_0, mlx5_1"], id="well"),
+        pytest.param("devices", OTHERS, OK, ["no RDMA device"], id="no devices"),
+        pytest.param("library, and is told to do without", OTHERS, OK, ["no RDMA device"], id="not wanted"),
+        pytest.param("library and GPUs", OTHERS, OK, ["no GPUs on two nodes"], id="a head"),
     ],
 )
 def test_what_rdma_between_nodes_needs(
@@ -415,11 +357,9 @@ def test_what_rdma_between_nodes_needs(
 @pytest.mark.parametrize(
     ("gigabytes", "using", "devices", "machines", "level", "parts"),
     [
-        pytest.param(3, "Socket", (), 16, FAULT, ["by Socket", "400.00 GB/s", "network_bandwidth"], id="TCP"),
-        pytest.param(5.5, "IB", (), 16, FAULT, ["5.50 GB/s by IB", "NCCL_IB_HCA"], id="a tenth"),
-        pytest.param(46, "IB", ("mlx5_0",), 16, WARNING, ["400.00 GB/s", "x 8 GPUs"], id="one of eight adapters"),
-        pytest.param(350, "IB", ("mlx5_0",), 16, OK, ["350.00 GB/s by IB (1024 MiB"], id="well"),
-        pytest.param(350, "Socket", ("mlx5_0",), 16, FAULT, ["TCP beside mlx5_0", "NCCL_IB_DISABLE=1"], id="shunned"),
+        pytest.param(3, "Socket", (), 16, WARNING, ["by Socket", "400.00 GB/s", "network_bandwidth"], id="TCP"),
+        pytest.param(350, "IB", ("mlx5_0",), 16, OK, ["350.00 GB/s by IB"], id="well"),
+        pytest.param(350, "Socket", ("mlx5_0",), 16, FAULT, ["TCP beside mlx5_0"], id="shunned"),
         pytest.param(5.5, "Socket", ("mlx5_0",), 1, OK, ["128 ranks on 1 machine"], id="one machine"),
     ],
 )

@@ -39,7 +39,16 @@ def test_every_experiment_is_answered_and_fits(name):
     cfg, shape = planned(experiment=name)
     text = report(cfg, shape)
     assert problems(cfg, shape) == []
-    for heading in ("ACTOR RANK", "ENGINE", "CHECKPOINT", "ONE STEP", "TIME", "SIGNAL", "DIVIDES BADLY"):
+    for heading in (
+        "ACTOR RANK",
+        "ENGINE",
+        "CHECKPOINT",
+        "OUTPUT DIRECTORY",
+        "ONE STEP",
+        "TIME",
+        "SIGNAL",
+        "DIVIDES BADLY",
+    ):
         assert f"\n{heading}" in text
     assert max(len(line) for line in text.splitlines()) < 200
 
@@ -94,7 +103,7 @@ def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded(
     memory, parameters = ActorMemory(cfg, shape), shape.parameters
     assert [term.amount for term in memory.copied()] == [12 * parameters / 64, 2 * parameters]
     assert memory.on_host() == pytest.approx(8 * (16 + 12) * parameters / 64 + 2 * parameters)
-    assert f"what they offload: {size(memory.on_host())}" in report(cfg, shape)
+    assert f"host memory of a node for its ranks: {size(memory.on_host())}" in report(cfg, shape)
     assert problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host()}), shape) == []
     (message,) = problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host() - 1}), shape)
     assert "checkpoint.async_save=false" in message and size(memory.on_host()) in message
@@ -105,12 +114,13 @@ def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded(
     assert ActorMemory(changed(cfg, {"checkpoint.async_save": False}), shape).copied() == ()
 
 
-def test_a_copy_for_checkpoints_counts_where_all_share_a_machine():
-    cfg, shape = planned("checkpoint.async_save=true", experiment="dapo_tiny")
+def test_all_ranks_and_engines_share_the_memory_of_a_machine_without_gpus():
+    cfg, shape = planned(experiment="dapo_tiny")
     memory, engine = ActorMemory(cfg, shape), EngineMemory(cfg, shape)
-    whole = 2 * memory.peak().total + sum(term.amount for term in engine.terms()) + 16 * shape.parameters
+    whole = 2 * memory.peak().total + sum(term.amount for term in engine.terms())
     assert problems(changed(cfg, {"plan.gpu_memory_bytes": whole * (1 + 1e-9)}), shape) == []
-    assert problems(changed(cfg, {"plan.gpu_memory_bytes": whole - 1}), shape) != []
+    [problem] = problems(changed(cfg, {"plan.gpu_memory_bytes": whole - 1}), shape)
+    assert problem.startswith("all ranks and engines need ")
 
 
 def test_offload_moves_the_state_to_the_host():
@@ -205,24 +215,14 @@ def test_each_change_it_names_is_enough(experiment, overrides):
     found = [one for one in problems(cfg, shape) if one.startswith("an actor rank")]
     assert len(found) == 1, "the case must not fit"
     for one in found[0].split(" any of these makes it fit: ")[1].split("; "):
-        keys = one.rpartition(" (")[0].split()
-        fixed, _ = planned(*overrides, *keys, experiment=experiment)
-        assert not [p for p in problems(fixed, shape) if p.startswith("an actor rank")], keys
-
-
-def test_an_engine_runs_as_many_sequences_as_its_scheduler_admits():
-    cfg, shape = planned("rollout.vllm.max_num_seqs=64", "rollout.vllm.max_num_active_seqs=16")
-    engine = EngineMemory(cfg, shape)
-    assert engine.running(100, [1000]) == 16 and EngineMemory(*planned()).running(100, [1000]) == 128
-    told = report(cfg, shape)
-    assert "at most rollout.vllm.max_num_active_seqs = 16" in told and "rollout.vllm.max_num_active_seqs=" in told
-    assert "x 64 sequences x" in told, "places for that many are there"
+        fixed, _ = planned(*overrides, *one.split(), experiment=experiment)
+        assert not [p for p in problems(fixed, shape) if p.startswith("an actor rank")], one
 
 
 def test_nothing_is_promised_where_nothing_helps():
     cfg, shape = planned("plan.gpu_memory_bytes=5e9", "actor.num_workers=8", "actor.offload=host")
     message = problems(cfg, shape)[0]
-    assert "makes it fit" not in message and message.endswith("take a smaller model")
+    assert "makes it fit" not in message and message.endswith("take a smaller model or larger GPUs")
     # What it names to be combined is the least that single changes reach, in bytes: shorter micro-batches.
     least = ActorMemory(changed(cfg, {"actor.max_tokens_per_gpu": 2816}), shape).peak().total
     assert f"combine what saves most (actor.max_tokens_per_gpu=2816 ({size(least)})" in message
@@ -232,8 +232,12 @@ def test_nothing_is_promised_where_nothing_helps():
     ("overrides", "message"),
     [
         pytest.param(["rollout.vllm.tensor_parallel_size=1"], "an engine needs", id="cache"),
-        pytest.param(["plan.host_memory_bytes=60e9"], "8 ranks of a node offload 65.53 GB", id="host"),
-        pytest.param(["rollout.vllm.gpu_memory_utilization=0.96"], "set it to at most 0.95", id="arriving-weights"),
+        pytest.param(["plan.host_memory_bytes=60e9"], "the ranks of a node keep 65.53 GB in host memory", id="host"),
+        pytest.param(
+            ["rollout.vllm.gpu_memory_utilization=0.96"],
+            "rollout.vllm.gpu_memory_utilization=0.95",
+            id="arriving-weights",
+        ),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.25"], "gpu_memory_utilization=0.28", id="utilization"),
     ],
 )
@@ -250,15 +254,11 @@ def test_engines_and_hosts_that_cannot_fit(overrides, message):
 def test_a_cache_of_so_many_bytes_counts_whatever_share_is_given(experiment):
     """vLLM takes it beside weights and working memory, and looks at no share."""
     cfg, shape = planned(experiment=experiment)
-    memory, key = int(cfg.plan.gpu_memory_bytes), "rollout.vllm.kv_cache_memory_bytes"
-    [problem] = problems(changed(cfg, {key: memory}), shape)
-    assert f"`{key}` ({memory:,})" in problem or f"{key}=" in problem
-    most = int(re.search(r"(?:at most |bytes=)(\d+)", problem)[1])
-    assert problems(changed(cfg, {key: most}), shape) == []
-    assert len(problems(changed(cfg, {key: most + 10_000_000}), shape)) == 1
-    [problem] = problems(changed(cfg, {key: 1_000_000}), shape)
-    least = int(re.search(rf"{key}=(\d+)", problem)[1])
-    assert problems(changed(cfg, {key: least}), shape) == [] and "gpu_memory_utilization" not in problem
+    key = "rollout.vllm.kv_cache_memory_bytes"
+    for given in (int(cfg.plan.gpu_memory_bytes), 1_000_000):
+        [problem] = problems(changed(cfg, {key: given}), shape)
+        enough = int(re.search(rf"{key}=(\d+)", problem)[1])
+        assert problems(changed(cfg, {key: enough}), shape) == [] and "gpu_memory_utilization" not in problem
 
 
 @pytest.mark.parametrize(
@@ -284,13 +284,6 @@ def test_each_change_that_it_names_for_an_engine_is_enough_and_allowed(overrides
 def test_an_argument_without_a_value_has_vllms_default():
     cfg, shape = planned("rollout.vllm.max_num_seqs=null", "+rollout.vllm.max_model_len=null", experiment="dapo_qwen7b")
     assert EngineMemory(cfg, shape).max_num_seqs == MAX_NUM_SEQS and "KV cache" in report(cfg, shape)
-
-
-@pytest.mark.parametrize(("override", "gpus"), [("vllm.tensor_parallel_size=4", 8), ("device=cpu", 0)])
-def test_a_judge_of_the_run_is_counted(override, gpus):
-    judge = ("reward.functions=[{path: judge}]", "reward.judge.engine.path=a/judge")
-    engines = ("reward.judge.engine.num_engines=2", f"reward.judge.engine.{override}")
-    assert f", 2 judges on {gpus} GPUs; memory" in report(*planned(*judge, *engines, experiment="dapo_qwen7b"))
 
 
 @pytest.mark.parametrize(

