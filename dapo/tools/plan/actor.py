@@ -18,6 +18,7 @@ from dapo.tools.plan.terms import Phase, Term, product, together
 
 FLOAT32, INT64 = 4, 8
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CANARY_TOKENS = 16  # `workers.rollout`
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -188,12 +189,33 @@ class ActorMemory:
         return tuple(term for term in self.state() if term.name.startswith("optimizer"))
 
     def beside(self) -> Phase:
-        """Memory of a rank on its GPU while an awake engine has it. The rank then gathers weights: for an export, or
-        for an engine that restarts, whose copies do not count in its share. Gradients exist only in an update."""
+        """Peak memory of a rank on its GPU while an awake engine has it. The rank then computes the tokens that an
+        engine is compared by, and gathers weights: for an export, or for an engine that restarts, whose copies do not
+        count in its share. Gradients exist only in an update."""
         gone = {term.name for term in self.moved()}
         resting = [t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients")]
-        terms = (*resting, self._in_sync(), copies_term(self.cfg, self.shape))
-        return Phase(name="gathering weights", terms=terms)
+        compared = (*self._arriving(), self._in_forward())
+        gathered = (self._in_sync(), copies_term(self.cfg, self.shape))
+        return max(
+            Phase(name="comparing log-probabilities with an engine", terms=(*resting, *compared)),
+            Phase(name="gathering weights", terms=(*resting, *gathered)),
+            key=lambda phase: phase.total,
+        )
+
+    def _arriving(self) -> tuple[Term, ...]:
+        """Unsharded memory in a forward pass without gradient: the root and the units after it. Each unit has its
+        parameters and the receive buffer, which is kept until the next unit's is there."""
+        shape, element = self.shape, self.element
+        root, layers, _ = self._gathered(1)
+        table, layer = shape.embedding_parameters, shape.layer_parameters
+        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root or the embedding is in transit too
+        after = layers.amount // element + 2 * layer
+        name = "embedding or layers gathered, as they arrive and whole"
+        return root, product(name, element, max(first, round(after)))
+
+    def _in_forward(self) -> Term:
+        tokens = -(-(self.cfg.data.max_prompt_length + CANARY_TOKENS) // self.cfg.actor.ulysses_sequence_parallel_size)
+        return product("a layer's activations", self.activations.layer, tokens)
 
     def checkpoint(self) -> tuple[Term, ...]:
         """Bytes of one checkpoint on disk, without buffer, cursor and tokenizer, which are negligible."""

@@ -9,6 +9,7 @@ from dapo.tools.plan.report import report
 from dapo.tools.plan.step import Step
 from dapo.tools.plan.terms import size
 from tests.support.plan.plans import planned
+from workers.rollout import CANARY
 
 
 def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
@@ -35,11 +36,32 @@ def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
     beside = ActorMemory(cfg, shape).beside()
     gathered, copies = [one.amount for one in beside.terms[-2:]]
     assert gathered == 2 * table and copies == 2 * table, "the engine's: a copy, and what it loads on its one GPU"
+    memory = ActorMemory(changed(cfg, {"data.max_prompt_length": 16_384}), shape)
+    compared = memory.beside()
+    assert compared.name == "comparing log-probabilities with an engine"
+    root, units, activations = [one.amount for one in compared.terms[-3:]]
+    assert root == table + 2 * 3_584, "the head and the norm before it"
+    assert units == 2 * table, "the embedding: where it arrives, and itself"
+    assert activations == (16_384 + CANARY.max_tokens) * memory.activations.layer
     assert f"in phase `{beside.name}`" in report(cfg, shape) and size(beside.total) in report(cfg, shape)
     [problem] = problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.85}), shape)
     assert f"leaves 12.00 GB of a GPU, and an actor rank needs {size(beside.total)}" in problem
     assert "(gathering weights); any of these makes it fit" in problem
     assert "rollout.vllm.gpu_memory_utilization=0.83" in problem
+
+
+def arriving(cfg, shape) -> float:
+    """Parameters of the units after the root, each whole and as it arrives."""
+    _, units = ActorMemory(cfg, shape)._arriving()
+    return units.amount / 2
+
+
+def test_a_tied_embedding_arrives_with_the_root_and_layers_may_be_larger():
+    tied = planned("actor.reshard_after_forward=true", experiment="dapo_qwen0.5b_1gpu")
+    assert arriving(*tied) == 151_936 * 896 + tied[1].layer_parameters
+    cfg, shape = planned(experiment="dapo_qwen32b_hybrid")
+    assert arriving(cfg, shape) == 2 * 152_064 * 5_120
+    assert arriving(changed(cfg, {"actor.reshard_after_forward": False}), shape) == (64 + 2) * shape.layer_parameters
 
 
 def test_engines_that_are_lent_gpus_shorten_generation_by_the_rule_of_a_run():
