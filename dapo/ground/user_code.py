@@ -3,6 +3,8 @@
 import difflib
 import hashlib
 import importlib
+import importlib.abc
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -42,15 +44,28 @@ def run_text(text: bytes, path: str) -> ModuleType:
     """Executes the text of a file as a module with a unique name: it shadows no module, and the file's folder is not
     added to the search path."""
     digest = hashlib.sha256(path.encode() + text).hexdigest()
-    module = ModuleType(f"dapo_user_{Path(path).stem}_{digest[:16]}")
-    module.__file__ = path
-    sys.modules[module.__name__] = module  # needed by dataclasses and pickle
+    loader = _Text(text, path)
+    spec = importlib.util.spec_from_loader(f"dapo_user_{Path(path).stem}_{digest[:16]}", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # needed by dataclasses and pickle
     try:
-        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+        loader.exec_module(module)
     except BaseException:
-        del sys.modules[module.__name__]
+        del sys.modules[spec.name]
         raise
     return module
+
+
+class _Text(importlib.abc.ExecutionLoader):
+    def __init__(self, text: bytes, path: str) -> None:
+        self._text, self._path = text, path
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._text)
 
 
 def function_in(module: ModuleType, name: str, what: str) -> Callable[..., Any]:

@@ -239,7 +239,8 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             DriverState(version=cfg.trainer.total_steps, buffer=buffer).write(directory)
 
     with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-        asyncio.run(write(CheckpointStore(run_dir.checkpoints, keep=1)))
+        run_dir.begin()
+        asyncio.run(write(run_dir.store))
     return folder
 
 

@@ -32,7 +32,7 @@ NOT_WANTED = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
 START_S, LIMIT_S = 60.0, 90.0  # timeouts: process group setup; the whole check
 CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # with smaller tensors a large ring would measure latency
 ROUNDS = 3  # the first one warms up
-SLOW_SHARE = 1 / 3  # of the bandwidth that the planner assumes
+SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # of the bandwidth that the planner assumes: a warning, a fault
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "Socket"  # NCCL's name for TCP
 
@@ -179,7 +179,8 @@ def judged(measured: Sequence[object], device: str, machines: int, assumed: floa
         return fault(f"{found}; NCCL uses TCP beside {', '.join(shunned[:MAX_NAMED])}", see)
     expected = assumed * world / machines
     if bandwidth < SLOW_SHARE * expected:
-        return warning(f"{found}, and the planner assumes {size(expected)}/s (`plan.network_bandwidth` x GPUs)", see)
+        slow = fault if bandwidth < BROKEN_SHARE * expected else warning
+        return slow(f"{found}, and the planner assumes {size(expected)}/s (`plan.network_bandwidth` x GPUs)", see)
     return ok(found)
 
 
