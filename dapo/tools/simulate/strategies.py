@@ -84,16 +84,16 @@ class Simulation:
             self.start(index)
         return batch
 
-    def step(self) -> tuple[int, int, bool]:
-        """Returns draw and sample of the next response that ends, and whether its draw is complete with it."""
-        index, sample, complete = self.fleet.step()
+    def step(self) -> tuple[int, bool]:
+        """Returns the draw of the next response that ends, and whether it is complete with it."""
+        index, complete = self.fleet.step()
         if complete:
             self._generated_tokens += self.attempts[index].tokens
-        return index, sample, complete
+        return index, complete
 
     def next_finished(self) -> int:
         while True:
-            index, _, complete = self.step()
+            index, complete = self.step()
             if complete:
                 return index
 
@@ -205,8 +205,7 @@ def streaming(
             buffer.open()
             update_end = math.inf
             continue
-        finished, sample, complete = run.step()
-        buffer.verdict(finished, float(run.attempts[finished].right[sample]))
+        finished, complete = run.step()
         if not complete:
             continue
         buffer.generated(finished, run.attempts[finished].tokens)
