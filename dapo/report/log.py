@@ -3,10 +3,10 @@ Each call of `log` writes one JSON object to OUTPUT_DIR/metrics.jsonl and the sa
 what lies after the resumed step. A failure of these files never ends a run: lines that cannot be written wait in
 memory; sinks and store lose what falls in between."""
 
+import contextlib
 import json
 import math
 import os
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,7 @@ from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
 SEPARATOR = " · "  # of the parts of a line
-MAX_WAITING = 500  # waiting lines; beyond that the oldest are dropped
+BUFFER_BYTES = 1 << 23  # of lines that wait; later ones are lost
 
 
 class MetricsLogger:
@@ -31,11 +31,8 @@ class MetricsLogger:
         """Opens the file in output_dir, which must exist. store: for groups and events, and a copy of the rest."""
         self.output_dir = output_dir
         self._path = output_dir / METRICS
-        self._size = 0  # bytes of the file, as far as this process knows
         self._file: IO[bytes] | None = self._opened()
-        self._waiting: deque[str] = deque()  # lines that are not completely in the file
-        self._torn = 0  # bytes of the first waiting line that are in the file
-        self._told = False  # a warning about waiting lines was printed
+        self._waiting: list[str] = []  # lines that are not completely in the file; `_file` still holds their bytes
         self._sinks = [Guarded(sink) for sink in sinks]
         self._store = store
 
@@ -45,18 +42,17 @@ class MetricsLogger:
         waiting = [*due, *self._waiting]
         kept: list[str] = []
         try:
+            self._close_file()
             before = self._path.read_text(encoding="utf-8", errors="replace")
             kept = _up_to(step, before.splitlines())
             after = "".join([f"{line}\n" for line in kept])
             if after != before:
-                self._close_file()
                 write_text(self._path, after)
-            self._waiting.clear()
-            self._torn = 0
         except OSError as error:
             warn(f"{self._path} keeps what it has after step {step}: {error}")
+        self._waiting.clear()
         for line in dict.fromkeys(_up_to(step, waiting)):
-            if line not in kept and line not in self._waiting:
+            if line not in kept:
                 self._append(line)
         for sink in self._sinks:
             sink.begin(step)
@@ -114,55 +110,33 @@ class MetricsLogger:
 
     def _append(self, line: str) -> None:
         """Writes the waiting lines and this one; what cannot be written keeps waiting."""
-        if len(self._waiting) == MAX_WAITING:
-            del self._waiting[1]  # the first one may be partly written
+        first = not self._waiting
         self._waiting.append(line)
         try:
             with waiting(f"{self._path}, to which lines of metrics are written"):
-                self._write_waiting()
-            self._told = False
+                if self._file is None:
+                    self._file = self._opened()
+                self._file.write(f"{line}\n".encode())
+                self._file.flush()
+            self._waiting.clear()
         except OSError as error:
-            if not self._told:
-                warn(f"{self._path} cannot be written to ({error}); up to {MAX_WAITING} lines wait until it can")
-            self._told = True
-
-    def _write_waiting(self) -> None:
-        if self._file is not None and not self._is_as_written(self._file):
-            warn(f"{self._path} was renamed, removed, replaced or cut under the run; lines from now on follow there")
-            self._close_file()
-        if self._file is None:
-            self._file, self._torn = self._opened(), 0
-        while self._waiting:
-            data = f"{self._waiting[0]}\n".encode()
-            while self._torn < len(data):
-                taken = self._file.write(data[self._torn :])
-                self._torn += taken
-                self._size += taken
-            self._waiting.popleft()
-            self._torn = 0
+            if first:
+                warn(f"{self._path} cannot be written to ({error}); its lines wait until it can")
 
     def _opened(self) -> IO[bytes]:
         """Opens the file for appending, after completing a partial last line with a newline."""
-        file = self._path.open("a+b", buffering=0)
-        self._size = file.seek(0, os.SEEK_END)
-        if self._size:
+        file = self._path.open("a+b", buffering=BUFFER_BYTES)
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                self._size += file.write(b"\n")
+                file.write(b"\n")
         return file
 
-    def _is_as_written(self, file: IO[bytes]) -> bool:
-        """Whether the path still is the open file, with all that was written to it. Raises OSError."""
-        try:
-            there = os.stat(self._path)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(file.fileno())) and there.st_size >= self._size
-
     def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # told already
+                file.close()
 
 
 def evaluated(output_dir: Path, step: int) -> bool:

@@ -158,26 +158,23 @@ def test_a_server_that_answers_nothing_holds_no_step_up(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
-WANDB_SECRET = {"settings": {"api_key": "s3cr3t"}}
-
-
 @pytest.mark.parametrize(
     ("sink", "arguments", "said"),
     [
         (weights_and_biases, {}, ""),
         (weights_and_biases, {"mode": "offline"}, ""),
-        (weights_and_biases, {"mode": "offline", "id": "x"}, "`logging.wandb.id` (x) is set by dapo itself"),
-        (weights_and_biases, WANDB_SECRET, "({'api_key': '(redacted)'}) is set by dapo"),
-        (weights_and_biases, {"project": "dapo"}, "logging.wandb.mode=offline"),
-        (weights_and_biases, {"projekt": "a"}, "(a) is no argument of `wandb.init`; did you mean `project`?"),
-        (weights_and_biases, {"xyzzy": "a", "mode": "offline"}, "it takes entity, project, "),
         (
             weights_and_biases,
-            {"project": "a/b", "mode": "offline"},
-            "(a/b) is refused by `wandb.init`: Invalid project",
+            {"mode": "offline", "id": "x"},
+            "`logging.wandb.id` is no argument",
         ),
-        (weights_and_biases, {"mode": "ofline"}, "(ofline) is refused by `wandb.init`: Input should be 'online', 'off"),
-        (weights_and_biases, {"tags": 3, "mode": "offline"}, "`logging.wandb.tags` (3) is refused"),
+        (weights_and_biases, {"project": "dapo"}, "logging.wandb.mode=offline"),
+        (
+            weights_and_biases,
+            {"projekt": "a"},
+            "that can be set; did you mean `project`?",
+        ),
+        (weights_and_biases, {"xyzzy": "a", "mode": "offline"}, "it takes allow_val_change, "),
         (ml_flow, {}, ""),
         (ml_flow, {"tracking_uri": "http://tracking:5000"}, ""),
         (ml_flow, {"experiment": "dapo"}, "names no server: set logging.mlflow.tracking_uri"),

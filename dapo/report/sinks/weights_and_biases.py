@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dapo.ground.redact import redacted
 from dapo.report.sinks.sink import Sink
 
 ID_FILE = "wandb_id"
-OWN = ("dir", "config", "id", "resume", "settings", "reinit")  # arguments that dapo sets
+OWN = {"dir", "config", "id", "resume", "settings", "reinit"}  # arguments that dapo sets
 WAIT_S = 60  # for its server, at the start and at the end
 
 
@@ -70,38 +70,18 @@ class WeightsAndBiases(Sink):
             run.finish()
 
 
-def _refused(name: str, value: Any, known: Collection[str]) -> str:
-    """Returns why `wandb.init` would reject an argument; "" if it would not. known: its arguments."""
-    import wandb
-
-    if name not in known:
-        remedy = nearest(name, known) or f"it takes {', '.join(each for each in known if each not in OWN)}"
-        return f"is no argument of `wandb.init`; {remedy}"
-    fields = wandb.Settings.model_fields
-    try:
-        wandb.Settings(**{field: value for field in (name, f"run_{name}") if field in fields})
-    except Exception as error:  # of pydantic or its own
-        lines = [line.strip() for line in str(error).splitlines()]
-        why = lines[2].partition(" [type=")[0] if len(lines) > 2 else lines[0]
-        return f"is refused by `wandb.init`: {why}; correct it, or leave it out"
-    return ""
-
-
 def problem(arguments: Mapping[str, Any]) -> str:
     """Returns what is wrong with `logging.wandb`; empty if nothing is."""
     if not arguments:
         return ""
     if importlib.util.find_spec("wandb") is None:
         return f"`logging.wandb` ({redacted(arguments)}) needs the package wandb, which is missing: pip install wandb"
-    for name in OWN:
-        if name in arguments:
-            return f"`logging.wandb.{name}` ({redacted(arguments)[name]}) is set by dapo itself; remove it"
     import wandb
 
-    known = inspect.signature(wandb.init).parameters
-    for name, value in arguments.items():
-        if wrong := _refused(name, value, known):
-            return f"`logging.wandb.{name}` ({redacted(arguments)[name]}) {wrong}"
+    known = inspect.signature(wandb.init).parameters.keys() - OWN
+    for name in arguments.keys() - known:
+        remedy = nearest(name, known) or f"it takes {', '.join(sorted(known))}"
+        return f"`logging.wandb.{name}` is no argument of `wandb.init` that can be set; {remedy}"
     if arguments.get("mode", os.environ.get("WANDB_MODE", "online")) != "online":
         return ""
     if not wandb.login(prompt=False):

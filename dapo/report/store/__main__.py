@@ -4,7 +4,7 @@ In: the tables and views of `schema.py`. Out: what the store is, how to open it,
 """
 
 from dapo.ground.table import table
-from dapo.report.store.schema import APPLICATION_ID, DATABASE, TABLES, VERSION, VIEWS
+from dapo.report.store.schema import DATABASE, TABLES, VERSION, VIEWS
 
 HEADER = f"""\
 # dapo.report.store: the sample store
@@ -24,8 +24,7 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
 ```
 
 - **When.** A step's rows are handed over when its update has ended, and written by a thread in one transaction: a
-  step is there as a whole or not at all, also after kill -9. A checkpoint waits up to 10 s for the steps before it,
-  for a lock of another program at most one.
+  step is there as a whole or not at all, also after kill -9. A checkpoint waits up to 10 s for the steps before it.
 - **Once.** A run that goes on from a checkpoint forgets the steps after it first, as `metrics.jsonl` does; `runs` and
   `events` keep everything. Groups that were sampled and not used up (surplus, too old, refused, cut off) are not
   here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
@@ -36,31 +35,16 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
   that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
   large as a step while that is written.
-- **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2
-  % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
-  longer (median of 28 pairs, quartiles -14 % and +10 %). 8,192 responses of 5,000 tokens with texts of 20 kB are on
-  disk 1.4 to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses.
-  More than 1 GiB that waits for a slow disk is left out and counted.
-- **Failure.** What cannot be written (a full disk) is left out: a warning at most every 10 minutes with the count, a
-  row in `events`; the run goes on. What comes while another program has the file locked waits in memory, up to 1 GiB.
-  A damaged file, and one of another version, is renamed and a new one begins, and so it does where the file is renamed,
-  removed or replaced under the run; one that lacks nothing but newer tables or indexes gets them. On a file system of
-  several hosts the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere. In a folder
-  that cannot be written to, `dapo.inspect` and `dapo.compare` read what a run leaves that has ended; of one that was
-  killed, copy the file with its `-wal`.
+- **Failure.** What cannot be written (a full disk, more than 1 GiB that waits for a slow one, a lock that another
+  program holds for a minute) is left out: a warning says so, and another one at the end counts it; the run goes on.
+  A damaged file, and one of another version, is renamed and a new one begins; one that lacks nothing but newer tables
+  or indexes gets them. On a file system of several hosts the write-ahead log needs readers on the driver's host: copy
+  the file to read it elsewhere. In a folder that cannot be written to, `dapo.inspect` and `dapo.compare` read what a
+  run leaves that has ended; of one that was killed, copy the file with its `-wal`.
 - **Hostile texts** are data: bound as parameters, characters that UTF-8 cannot hold replaced, NUL shown as U+2400.
 
-`PRAGMA user_version` is {VERSION}, `PRAGMA application_id` {APPLICATION_ID:#x}. Times are Unix seconds (`datetime(at,
-'unixepoch')`), columns that hold JSON open with `json_each`. A policy version is a number of completed updates; a
-step has the number of the version that it made.
-
-| file | what it does |
-|---|---|
-| `schema.py` | tables, views, and what each column means |
-| `samples.py` | what the run calls: steps, evaluations, metrics, events |
-| `rows.py` | groups in, rows out; bounds texts |
-| `writer.py` | the thread: transactions, a bounded queue, full disks |
-| `reader.py` | the questions that `dapo.inspect` asks |
+`PRAGMA user_version` is {VERSION}. Times are Unix seconds (`datetime(at, 'unixepoch')`), columns that hold JSON open
+with `json_each`. A policy version is a number of completed updates; a step has the number of the version that it made.
 """
 
 

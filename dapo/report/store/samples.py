@@ -54,7 +54,6 @@ class SampleStore:
     ) -> None:
         self._cfg = cfg
         self._writer = Writer(directory / DATABASE, warn=warn, guard=guard)
-        self._writer.on_missing = lambda message: self._event("missing", message)
         self._run = 0  # number of this start; set by the thread
         self._step = 0  # the last one that was reported
 
@@ -65,7 +64,7 @@ class SampleStore:
         def write(connection: sqlite3.Connection) -> None:
             self._run = connection.execute(f"INSERT INTO runs VALUES ({PLACES['runs']})", (None, *row)).lastrowid or 0
 
-        self._writer.put(write, owed=True)
+        self._writer.put(write)
 
     def resume(self, step: int) -> None:
         """Deletes later steps, and all steps at 0, because the run goes on from there."""
@@ -79,7 +78,7 @@ class SampleStore:
             for table in ("groups", "steps", "returned", "evaluations", "metrics"):
                 connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
 
-        self._writer.put(write, owed=True)
+        self._writer.put(write)
         self.event("resume", f"goes on from step {step}" if step else "begins")
 
     def step(self, step: int, collected: Collected) -> None:
@@ -131,7 +130,8 @@ class SampleStore:
 
     def event(self, kind: str, message: str) -> None:
         """Secrets are removed from the message, which may quote an address or a request."""
-        self._writer.put(self._event(kind, message))
+        step, at, told = self._step, time.time(), clean(without_secrets(message))
+        self._writer.put(lambda connection: _insert(connection, "events", [(None, self._run, step, at, kind, told)]))
 
     def flush(self) -> None:
         self._writer.flush(FLUSH_S)
@@ -143,17 +143,13 @@ class SampleStore:
         self._writer.put(lambda connection: connection.execute(update, (ended, self._run)))
         self._writer.close(CLOSE_S)
 
-    def _event(self, kind: str, message: str) -> Write:
-        step, at, told = self._step, time.time(), clean(without_secrets(message))
-        return lambda connection: _insert(connection, "events", [(None, self._run, step, at, kind, told)])
-
     def _text_bytes(self, number: int) -> int:
         return self._cfg.max_text_bytes if keeps_text(number, self._cfg.sample_fraction) else 0
 
     def _put(self, write: Write, groups: Sequence[Group]) -> None:
         size = sum(len(response.text) for group in groups for response in group.responses)
         size += BYTES_PER_TOKEN * sum(group.num_tokens for group in groups)
-        self._writer.put(write, responses=sum(len(group.responses) for group in groups), size=size)
+        self._writer.put(write, size=size)
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from dapo.algorithm.fate import DROPPED, Fate
 
 DATABASE = "samples.sqlite"
-VERSION = 5  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
-GROWS = (2, 3, 4)  # these, which only lack tables or indexes (a writer adds them) or have some more
-APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
+VERSION = 6  # `PRAGMA user_version`; databases of other versions are neither written nor read, except for
+GROWS = (2, 3, 4, 5)  # these, which only lack tables or indexes (a writer adds them) or have some more
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own
 
@@ -204,7 +203,7 @@ TABLES = (
                 "TEXT NOT NULL",
                 "`inputs` (of each start: what it reads, with commits), `resume` (also of a run that begins), `save`, "
                 "`failed_save`, `warning` (every fault and restart is told as one), `forgotten` (steps of a start that "
-                "was killed, of the time of the last of them), `missing` (what could not be written here)",
+                "was killed, of the time of the last of them)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),
@@ -212,16 +211,6 @@ TABLES = (
 )
 
 VIEWS = (
-    View(
-        name="draws",
-        text="A row per end of a draw: used up by a step, or sent back to start again.",
-        columns=(
-            ("draw", "", "number"),
-            ("step", "", "in which it ended"),
-            ("fate", "", "of `groups`, or the reason of `returned`"),
-        ),
-        query="SELECT draw, step, fate FROM groups UNION ALL SELECT draw, step, reason FROM returned",
-    ),
     View(
         name="prompt_history",
         text="A row per training prompt with its visits so far; one by one they are in `groups`.",
@@ -233,13 +222,9 @@ VIEWS = (
             ("pass_rate", "", "mean accuracy of the visits"),
             ("variance", "", "mean over the visits of the variance within the group"),
             ("last_step", "", "of the last visit"),
-            ("last_version", "", "policy version that sampled it"),
-            ("last_accuracy", "", "its mean accuracy"),
-            ("last_variance", "", "its variance"),
             ("last_fate", "", "what became of it"),
         ),
         query="SELECT history.prompt, source, visits, trained, pass_rate, history.variance, last.step AS last_step, "
-        "last.version AS last_version, last.accuracy AS last_accuracy, last.variance AS last_variance, "
         "last.fate AS last_fate "
         "FROM (SELECT prompt, count(*) AS visits, sum(fate = 'trained') AS trained, avg(accuracy) AS pass_rate, "
         "avg(variance) AS variance, max(draw) AS last_draw FROM groups GROUP BY prompt) AS history "
@@ -267,5 +252,4 @@ VIEWS = (
 def statements() -> Iterator[str]:
     for one in (*TABLES, *VIEWS):
         yield from one.statements()
-    yield f"PRAGMA application_id = {APPLICATION_ID}"
     yield f"PRAGMA user_version = {VERSION}"

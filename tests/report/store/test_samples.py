@@ -5,7 +5,6 @@ import json
 import math
 import sqlite3
 import threading
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +103,6 @@ def test_every_draw_has_its_step_and_why_it_was_dropped(run):
     assert {draw for draw, *_ in rows(directory, "SELECT draw FROM groups WHERE fate = 'trained'")} == trained
     returned = [(step, draw, "surplus") for step, collected in enumerate(used, 1) for draw in collected.returned]
     assert rows(directory, "SELECT * FROM returned ORDER BY step, draw") == sorted(returned) != []
-    ends = Counter(draw for _, draw, _ in returned) + Counter(draw for draw, *_ in wanted)
-    assert dict(rows(directory, "SELECT draw, count(*) FROM draws GROUP BY draw")) == ends
 
 
 def test_a_prompts_history_equals_a_recount(run):
@@ -116,19 +113,17 @@ def test_a_prompts_history_equals_a_recount(run):
             visits.setdefault(group.draw.prompt.id, []).append((step, group, fate))
     found = rows(directory, "SELECT * FROM prompt_history ORDER BY prompt")
     assert [row[0] for row in found] == sorted(visits) and max(map(len, visits.values())) > 2
-    for prompt, source, count, trained, rate, variance, last_step, version, accuracy, last_variance, fate in found:
+    for prompt, source, count, trained, rate, variance, last_step, fate in found:
         own = visits[prompt]
         scored = [group.accuracies for _, group, _ in own if group.accuracies]
         means = [sum(each) / len(each) for each in scored]
         variances = [sum((a - mean) ** 2 for a in each) / len(each) for each, mean in zip(scored, means, strict=True)]
         assert (source, count, last_step, fate) == ("test", len(own), own[-1][0], own[-1][2])
         assert trained == sum(each == TRAINED for _, _, each in own)
-        assert version == own[-1][1].responses[0].policy_versions[0].version == last_step - 1
         if not means:
-            assert (rate, variance, accuracy, last_variance) == (None,) * 4
+            assert (rate, variance) == (None, None)
             continue
         assert (rate, variance) == pytest.approx((sum(means) / len(means), sum(variances) / len(variances)))
-        assert (accuracy, last_variance) == pytest.approx((means[-1], variances[-1]))
 
 
 def test_responses_are_as_they_were_scored(run):

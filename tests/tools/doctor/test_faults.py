@@ -357,7 +357,8 @@ def test_what_rdma_between_nodes_needs(
 @pytest.mark.parametrize(
     ("gigabytes", "using", "devices", "machines", "level", "parts"),
     [
-        pytest.param(3, "Socket", (), 16, WARNING, ["by Socket", "400.00 GB/s", "network_bandwidth"], id="TCP"),
+        pytest.param(3, "Socket", (), 16, FAULT, ["by Socket", "400.00 GB/s", "network_bandwidth"], id="TCP"),
+        pytest.param(100, "IB", ("mlx5_0",), 16, WARNING, ["100.00 GB/s by IB"], id="slow"),
         pytest.param(350, "IB", ("mlx5_0",), 16, OK, ["350.00 GB/s by IB"], id="well"),
         pytest.param(350, "Socket", ("mlx5_0",), 16, FAULT, ["TCP beside mlx5_0"], id="shunned"),
         pytest.param(5.5, "Socket", ("mlx5_0",), 1, OK, ["128 ranks on 1 machine"], id="one machine"),
