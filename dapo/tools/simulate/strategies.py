@@ -193,7 +193,7 @@ def first_finished(scenario: Scenario) -> Simulation:
         running: set[int] = set()
         while len(mixed) < scenario.batch:
             running = running or set(run.start_next(FACTOR * scenario.batch))
-            finished, _, complete = run.step()
+            finished, complete = run.step()
             if not complete:
                 continue
             running.remove(finished)
