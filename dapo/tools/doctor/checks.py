@@ -6,8 +6,8 @@ from typing import Any
 
 from dapo.config.schema import Config
 from dapo.tools.doctor import inputs, limits, network, software, storage
-from dapo.tools.doctor.machines import Silent, ThisMachine, authentication, clocks, placement
-from dapo.tools.doctor.subject import FAULT, LEVELS, WARNING, Finding, Subject, fault, question
+from dapo.tools.doctor.machines import Silent, ThisMachine, authentication, clocks
+from dapo.tools.doctor.subject import FAULT, LEVELS, WARNING, Finding, Subject, fault, ok, question, warning
 
 NODE, DRIVER, ALL = "every node", "driver", "all nodes"
 MAX_NODES = 3  # named in one line
@@ -28,6 +28,19 @@ class Check:
 class Outcome:
     name: str
     finding: Finding
+
+
+def placement(subject: Subject, machines: ThisMachine) -> Finding:
+    if not subject.uses_gpus:
+        return ok("no GPU asked for")
+    from dapo.tools.doctor.nodes import fitting  # imports Ray
+
+    try:
+        return ok(fitting(subject.cfg, machines))
+    except ValueError as error:
+        if limit := subject.cfg.trainer.nodes_timeout_s:
+            return warning(str(error), f"the run waits for more nodes for {limit:g} s (`trainer.nodes_timeout_s`)")
+        return fault(str(error), "")
 
 
 CHECKS = (  # described in README.md

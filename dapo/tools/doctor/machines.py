@@ -89,19 +89,6 @@ def authentication(subject: Subject) -> Finding:
     return warning(f"{MODE} is {mode}: {who} can run code as this user", f"unset {MODE}" if own else remedy)
 
 
-def placement(subject: Subject, machines: ThisMachine) -> Finding:
-    if not subject.uses_gpus:
-        return ok("no GPU asked for")
-    from dapo.tools.doctor.nodes import fitting  # imports Ray
-
-    try:
-        return ok(fitting(subject.cfg, machines))
-    except ValueError as error:
-        if limit := subject.cfg.trainer.nodes_timeout_s:
-            return warning(str(error), f"the run waits for more nodes for {limit:g} s (`trainer.nodes_timeout_s`)")
-        return fault(str(error), "")
-
-
 def clocks(subject: Subject, machines: ThisMachine) -> Finding:
     """Compares all nodes' clocks with the driver's: files, leases, tokens and logs carry their times."""
     if len(machines.names) == 1:

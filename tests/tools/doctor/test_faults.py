@@ -14,7 +14,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.tools.doctor import limits, machines, network, storage, subject
+from dapo.tools.doctor import checks, limits, machines, network, storage, subject
 from dapo.tools.doctor.checks import CHECKS, check_machine, diagnose
 from dapo.tools.doctor.machines import Silent, ThisMachine
 from dapo.tools.doctor.network import Measured, bytes_of, judged, network_of
@@ -312,7 +312,7 @@ def test_gpus_that_are_asked_for_are_compared_with_what_is_there(
 ) -> None:
     monkeypatch.setattr(ThisMachine, "gpus", lambda self: gpus)
     run = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda", *overrides], plan=True))
-    assert_says(machines.placement(run, ThisMachine()), level, parts)
+    assert_says(checks.placement(run, ThisMachine()), level, parts)
 
 
 GIB = 1 << 30
