@@ -114,9 +114,10 @@ class MetricsLogger:
         self._waiting.append(line)
         try:
             with waiting(f"{self._path}, to which lines of metrics are written"):
+                new = [line]
                 if self._file is None:
-                    self._file = self._opened()
-                self._file.write(f"{line}\n".encode())
+                    self._file, new = self._opened(), self._waiting
+                self._file.write("".join(f"{each}\n" for each in new).encode())
                 self._file.flush()
             self._waiting.clear()
         except OSError as error:

@@ -164,6 +164,17 @@ def test_a_line_that_waits_is_part_of_the_state_and_written_once(tmp_path) -> No
         assert steps_in(tmp_path) == [1, 2]
 
 
+def test_lines_wait_for_a_file_that_cannot_be_opened(tmp_path, monkeypatch) -> None:
+    logger = MetricsLogger(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(logger, "_opened", lambda: (tmp_path / "gone" / "metrics.jsonl").open("ab"))
+        logger.resume(2, ['{"step": 1, "a": 1}', '{"step": 2, "a": 2}'])
+    assert len(logger.unwritten()) == 2
+    logger.log(3, {"a": 3})
+    logger.close()
+    assert steps_in(tmp_path) == [1, 2, 3] and logger.unwritten() == ()
+
+
 def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monkeypatch, capsys) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
