@@ -140,7 +140,6 @@ def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
 
 def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound(tmp_path):
     cfg = tiny_config(total_steps=12)
-    cfg.data.train_batch_size = 8
     cfg.filter_groups.max_staleness = 1
     cfg.checkpoint.batches = 0  # a wait for a disk would let generation go on before the update
     trainer, actors = make_trainer(tmp_path, cfg)

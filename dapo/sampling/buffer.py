@@ -16,8 +16,9 @@ from dapo.algorithm.fate import TRAINED, Fate
 from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classifier, classify
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
-from dapo.sampling.demand import UsableRate
+from dapo.sampling.demand import Forecast, UsableRate
 from dapo.sampling.draws import REFUSED, STALE, SURPLUS, BufferState, Draws, State
+from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
@@ -62,6 +63,7 @@ class OversamplingBuffer:
         self._in_order = admission == DRAW_ORDER
         self._max_staleness, self._total_steps = max_staleness, total_steps
         self.rate = UsableRate(certain=not filter_groups)
+        self.prospects = Prospects()
         self.draws = Draws()
         self.version = 0  # of the policy that the engines serve
         self.collecting = False
@@ -139,13 +141,23 @@ class OversamplingBuffer:
         if count <= 0:
             return []
         self._budget.drawn += count
-        return self.draws.start(count, self.version)
+        started = self.draws.start(count, self.version)
+        self.prospects.start(started)
+        return started
 
     def _ahead(self) -> int:
-        """Returns how many draws may start now for the updates that can train on them, at the estimated rate."""
         last = min(self.version + self._max_staleness, self._total_steps - 1 if self._total_steps else math.inf)
         limit = int(max(0, last - self._update + 1)) * self._batch
-        return self.rate.ahead(limit - self.draws.usable) - self.in_flight
+        running = self.prospects.expected(self.rate.value)
+        there = Forecast(mean=self.draws.usable + running.mean, variance=running.variance)
+        return self.rate.allowed(limit, self._batch, there)
+
+    def verdict(self, index: int, accuracy: float) -> bool:
+        """Records the score of one response of a draw in flight, to predict the outcome of its group early. Returns
+        whether more draws may start because of it."""
+        if self._max_staleness:
+            self.prospects.verdict(index, accuracy)
+        return self._max_staleness > 0
 
     def generated(self, index: int, tokens: int) -> None:
         if self._runs(index):
@@ -158,6 +170,7 @@ class OversamplingBuffer:
         outcome, fate = self._keep(group)
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
+        self.prospects.end(group.draw.index, fate == TRAINED)
         self._advance()
         self._on_scored(group, self.draws.live[group.draw.index].started)
 
@@ -208,6 +221,7 @@ class OversamplingBuffer:
             lost_tokens=sum(draw.tokens for draw in late.values()),
         )
         self.draws.send_back(late, self._why_back)
+        self.prospects.end_step(late)
         self._stale = len(late) if self._max_staleness else 0
         self._ready = 0
         self._advance()

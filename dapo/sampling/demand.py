@@ -2,6 +2,15 @@
 draws, and uses quantiles of a sum of Bernoulli draws. Pure arithmetic, also used for simulated engines."""
 
 import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Mean and variance of a number of usable groups."""
+
+    mean: float
+    variance: float
 
 
 class UsableRate:
@@ -15,7 +24,10 @@ class UsableRate:
 
     KEEP = 0.5  # weight of earlier steps, at each new step
     LATE_Z = 1.0  # a late refill costs most of a response's time, an extra draw a thousandth of a step
-    AHEAD_Z = 1.0  # an extra draw ahead of time is stale when its turn comes
+    AHEAD_Z = 2.0  # an extra draw ahead of time is stale when its turn comes
+    # A draw too few starts at the next policy version, and its longest response ends that much later: so this fraction
+    # of a batch may become stale.
+    SURPLUS = 0.01
 
     def __init__(self, *, certain: bool) -> None:
         """certain: every draw is usable (no filter)."""
@@ -61,10 +73,19 @@ class UsableRate:
         total = (half + math.sqrt(max(half * half - slope * need * need, 0.0))) / slope
         return max(0, math.ceil(total - in_flight - 1e-9))
 
-    def ahead(self, wanted: int) -> int:
-        """Returns how many draws give at most `wanted` usable groups, with a probability of about 84 %."""
-        p, wanted = self.value, max(0, wanted)
-        return int((wanted - self.AHEAD_Z * math.sqrt(wanted * (1.0 - p))) / p)
+    def allowed(self, limit: int, batch: int, there: Forecast) -> int:
+        """Returns how many draws may start now for updates that train on `limit` groups in total (whole batches), so
+        that usable groups rarely (2 %) exceed `limit` by more than SURPLUS of a batch. there: forecast without these
+        draws."""
+        p = self.value
+        if limit <= 0 or p >= 1.0:
+            return max(0, int(limit - there.mean))
+        room = limit + self.SURPLUS * batch - there.mean
+        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of what is there / (1 - p)
+        spread = 1.0 / (1.0 - p)
+        least = max(0.0, room + there.variance * spread)
+        y = (-self.AHEAD_Z + math.sqrt(self.AHEAD_Z**2 + 4 * spread * least)) / (2 * spread)
+        return max(0, int((y * y - there.variance) / (p * (1.0 - p))))
 
     def state(self) -> list[float]:
         return list(self._past)

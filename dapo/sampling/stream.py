@@ -88,11 +88,17 @@ async def scored_group(
     rewards: RewardPool,
     clock: PhaseClock,
     wanted: Callable[[], bool] = lambda: True,
+    noted: Callable[[Score], None] = lambda score: None,
 ) -> Group | Cut:
-    """Scores each response as it ends. Returns a Cut if a response was aborted, or if the group is not wanted any more
-    when its generation ends; its scores are not awaited then."""
+    """Scores each response as it ends; `noted` is called with each score. Returns a Cut if a response was aborted, or
+    if the group is not wanted any more when its generation ends; its scores are not awaited then."""
     ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
+
+    async def scored(sample: int, response: Response) -> Score:
+        score = await score_of(draw.prompt, sample, response, rewards)
+        noted(score)
+        return score
 
     try:
         with clock("generation"):
@@ -100,7 +106,7 @@ async def scored_group(
                 async for sample, response in responses:
                     ended[sample] = response
                     if not response.aborted:
-                        verdicts[sample] = asyncio.ensure_future(score_of(draw.prompt, sample, response, rewards))
+                        verdicts[sample] = asyncio.ensure_future(scored(sample, response))
         in_order = tuple(ended[sample] for sample in sorted(ended))
         if len(verdicts) < len(ended) or not wanted():
             return Cut(lengths=tuple(response.num_sampled for response in in_order))
@@ -227,7 +233,13 @@ class GroupStream:
         sampling = replace(self._sampling, max_tokens=self._caps.get(prompt.entry, self._sampling.max_tokens))
         responses = self._rollouts.generate(Request(key, prompt.token_ids, sampling, seeds, problem=prompt))
         watched = self._watched(index, key, responses)
-        group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running)
+
+        def noted(score: Score) -> None:
+            # Its draw has not started again.
+            if key in self._running and self.buffer.verdict(index, score.accuracy):
+                self._wake.set()
+
+        group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running, noted)
         task = asyncio.create_task(group)
         self._running[key] = (index, task)
         task.add_done_callback(lambda _: self._finish(key))

@@ -245,18 +245,3 @@ def test_a_run_without_a_bound_and_without_a_usable_group_ends():
             for index in buffer.take():
                 finish(buffer, index, right(0, 4))
     assert 1000 <= buffer.draws.drawn < 1012
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_draws_ahead_are_rarely_more_than_the_next_batches_need(staleness):
-    buffer = make_buffer(batch=32, max_in_flight=999, max_staleness=staleness)
-    buffer.rate.restore([5e8, 1e9])
-    buffer.open()
-    wanted = 32 * (1 + staleness)
-    taken = len(buffer.take())
-    assert taken == buffer.rate.ahead(wanted) == int(2 * (wanted - math.sqrt(wanted / 2)))
-    finish(buffer, 0, [1.0, 0.0])
-    assert buffer.take() == [], "a usable group stands for two draws"
-    for index in (1, 2, 3):
-        finish(buffer, index, [0.0, 0.0])
-    assert 2 <= len(buffer.take()) <= 3

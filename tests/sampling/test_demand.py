@@ -1,4 +1,4 @@
-"""How many draws to start: the least number that has the promised quantile."""
+"""How many draws to start: the least that has the promised quantile, the most that has, and what neither may do."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.sampling.demand import UsableRate
+from dapo.sampling.demand import Forecast, UsableRate
 
 
 def rate_of(share: float, draws: float, *, certain: bool = False) -> UsableRate:
@@ -24,6 +24,12 @@ class Supply(NamedTuple):
 
 def to_start(rate: UsableRate, wanted: int, at: Supply) -> int:
     return rate.missing(wanted, usable=at.usable, in_flight=at.in_flight)
+
+
+def allowed(rate: UsableRate, limit: int, at: Supply) -> int:
+    """Batches of a size that leaves no surplus, and nothing is heard yet of the draws in flight."""
+    p = rate.value
+    return rate.allowed(limit, 0, Forecast(mean=at.usable + at.in_flight * p, variance=at.in_flight * p * (1 - p)))
 
 
 def at_least(successes: int, draws: int, p: float) -> float:
@@ -64,15 +70,45 @@ def test_missing_is_the_least_number_that_covers_the_need(rate, wanted, short, r
     assert not any(covers(rate, wanted, at, fewer, slack=1e-6) for fewer in tried), more
 
 
+@given(
+    rate=RATES,
+    batches=st.integers(1, 3),
+    batch=st.integers(1, 600),
+    known=COUNTS,
+    mean=st.floats(0, 600),
+    variance=st.floats(0, 150),
+)
+def test_allowed_is_the_most_that_the_bound_lets(rate, batches, batch, known, mean, variance):
+    """Two standard deviations above the mean, a hundredth of a batch may be too many, and not one draw more."""
+    there = Forecast(mean=known + mean, variance=variance)
+    limit, p = batches * batch, rate.value
+    more = rate.allowed(limit, batch, there)
+    if p >= 1.0:
+        assert more == max(0, int(limit - there.mean))
+        return
+
+    def too_many(count: int) -> float:
+        deviation = math.sqrt(variance + count * p * (1 - p))
+        return there.mean + count * p + 2 * deviation - limit - batch / 100
+
+    assert more == 0 or too_many(more) <= 1e-6
+    assert too_many(more + 1) > -1e-6
+
+
 @pytest.mark.parametrize("share", [0.05, 0.28, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("wanted", [16, 128, 512])
 @pytest.mark.parametrize("running", [0, 40])
 def test_against_the_exact_binomial(share, wanted, running):
-    """A rate that is known gives 84 % for what is missing, about as a normal."""
+    """A rate that is known gives 84 % for what is missing, 2 % of too many for what is allowed, about as a normal."""
     rate = rate_of(share, 1e9)
     enough = running + to_start(rate, wanted, Supply(in_flight=running))
     assert 0.80 <= at_least(wanted, enough, share) <= 0.97 or enough == running
     assert at_least(wanted, enough - 2, share) < 0.95 or enough == running
+    most = running + allowed(rate, wanted, Supply(in_flight=running))
+    if most > running:
+        assert at_least(wanted + 1, most, share) <= 0.033
+        deviation = math.sqrt(most * share * (1 - share))
+        assert most * share >= wanted - 2 * deviation - 2, "as many as the bound lets"
 
 
 def test_a_rate_that_is_in_doubt_asks_for_more():
@@ -89,20 +125,21 @@ def test_a_rate_that_is_in_doubt_asks_for_more():
 
 
 @pytest.mark.parametrize(
-    ("rate", "wanted", "at", "missing"),
+    ("rate", "wanted", "at", "missing", "ahead"),
     [
-        pytest.param(rate_of(1.0, 50.0), 8, Supply(), 8, id="every draw usable"),
-        pytest.param(rate_of(1.0, 50.0), 8, Supply(3, 2), 3, id="every draw usable, some there"),
-        pytest.param(rate_of(1.0, 50.0), 8, Supply(9, 0), 0, id="more known than wanted"),
-        pytest.param(rate_of(0.5, 50.0), 8, Supply(9, 0), 0, id="more known than wanted, half usable"),
-        pytest.param(rate_of(0.5, 50.0), 8, Supply(8, 0), 0, id="all known"),
-        pytest.param(rate_of(0.01, 1e3), 8, Supply(8, 1), 0, id="all known, rare, one runs"),
-        pytest.param(rate_of(0.5, 50.0), 8, Supply(0, 1000), 0, id="more than enough run"),
-        pytest.param(UsableRate(certain=True), 8, Supply(2, 3), 3, id="no filter"),
+        pytest.param(rate_of(1.0, 50.0), 8, Supply(), 8, 8, id="every draw usable"),
+        pytest.param(rate_of(1.0, 50.0), 8, Supply(3, 2), 3, 3, id="every draw usable, some there"),
+        pytest.param(rate_of(1.0, 50.0), 8, Supply(9, 0), 0, 0, id="more known than wanted"),
+        pytest.param(rate_of(0.5, 50.0), 8, Supply(9, 0), 0, 0, id="more known than wanted, half usable"),
+        pytest.param(rate_of(0.5, 50.0), 8, Supply(8, 0), 0, 0, id="all known"),
+        pytest.param(rate_of(0.01, 1e3), 8, Supply(8, 1), 0, 0, id="all known, rare, one runs"),
+        pytest.param(rate_of(0.5, 50.0), 8, Supply(0, 1000), 0, 0, id="more than enough run"),
+        pytest.param(UsableRate(certain=True), 8, Supply(2, 3), 3, 3, id="no filter"),
     ],
 )
-def test_edges(rate, wanted, at, missing):
-    assert to_start(rate, wanted, at) == missing
+def test_edges(rate, wanted, at, missing, ahead):
+    assert (to_start(rate, wanted, at), allowed(rate, wanted, at)) == (missing, ahead)
+    assert rate.allowed(0, 512, Forecast(mean=0, variance=0)) == 0, "no update follows"
 
 
 @pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1 - 1e-9, 1 - 1e-15])
@@ -110,10 +147,11 @@ def test_edges(rate, wanted, at, missing):
 @pytest.mark.parametrize("wanted", [1, 10**6])
 def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws, wanted):
     rate = rate_of(share, draws)
-    missing = to_start(rate, wanted, Supply())
-    assert type(missing) is int
+    missing, ahead = to_start(rate, wanted, Supply()), allowed(rate, wanted, Supply())
+    assert type(missing) is int and type(ahead) is int
     assert wanted <= missing <= 60 * (wanted / share) + 60 / share
-    assert to_start(rate, wanted, Supply(0, 10**14)) == 0
+    assert 0 <= ahead <= wanted / share
+    assert to_start(rate, wanted, Supply(0, 10**14)) == 0 and allowed(rate, wanted, Supply(0, 10**13)) == 0
 
 
 def test_a_rate_that_rises_is_followed_like_one_that_falls():
@@ -140,11 +178,3 @@ def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():
     rate.observe(True)  # is not part of the state: another run may have seen others by then
     again.restore(rate.state())
     assert again.value == pytest.approx((2.5 / 2 + 9) / (11 / 2 + 10))
-
-
-@given(rate=RATES, wanted=st.integers(-5, 600))
-def test_draws_ahead_of_time_rarely_give_too_many(rate, wanted):
-    count, p = rate.ahead(wanted), rate.value
-    assert 0 <= count * p <= max(0, wanted) + 1e-9
-    if wanted > 0:
-        assert rate_of(1.0, 50.0).ahead(wanted) == wanted

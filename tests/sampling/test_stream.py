@@ -61,26 +61,29 @@ class SignallingRewards(FakeRewards):
         return await super().score(prompt, sample, response)
 
 
-async def group_of(rollouts, rewards, wanted=lambda: True):
+async def group_of(rollouts, rewards, wanted=lambda: True, noted=lambda score: None):
     responses = rollouts.generate(Request("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n)))
-    return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted)
+    return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted, noted)
 
 
 @pytest.mark.parametrize("aborted", [0, 2])
 def test_scoring_starts_when_a_response_ends_and_an_aborted_group_is_cut(aborted):
     async def body():
-        rollouts = StaircaseRollouts(aborted=aborted)
+        rollouts, noted = StaircaseRollouts(aborted=aborted), []
         rewards = SignallingRewards(rollouts)
-        return await group_of(rollouts, rewards), rewards.seen
+        group = await group_of(rollouts, rewards, noted=lambda score: noted.append(score.accuracy))
+        return group, rewards.seen, noted
 
-    group, seen = run(body())
+    group, seen, heard = run(body())
     lengths = tuple(3 + sample for sample in range(SETTINGS.n))
     verdicts = [some_mixed(DRAW.prompt, sample, None) for sample in range(SETTINGS.n)]
+    due = verdicts[aborted:][::-1]
     assert seen == [(sample, 3 + sample) for sample in reversed(range(aborted, SETTINGS.n))]
     if aborted:
         assert group == Cut(lengths=lengths) and group.num_tokens == 18
+        assert heard and heard == due[: len(heard)], "the last verdict is not waited for"
     else:
-        assert [score.accuracy for score in group.scores] == verdicts
+        assert heard == due and [score.accuracy for score in group.scores] == verdicts
         assert tuple(len(response.token_ids) for response in group.responses) == lengths
 
 

@@ -73,7 +73,7 @@ def test_a_verdict_that_never_comes_holds_up_no_step_that_does_not_need_it(stale
 
 def test_a_late_result_of_a_draw_that_went_back_never_enters_the_buffer():
     """Engines that cannot abort; the same draw already runs again. A response's text is its seed."""
-    rollouts = StubbornRollouts(seed=1, max_turns=160)
+    rollouts = StubbornRollouts(seed=2, max_turns=160)
     stream = make_stream(rollouts, BrokenRewards(some_mixed), staleness=1)
     returned = 0
 

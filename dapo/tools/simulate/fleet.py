@@ -121,8 +121,8 @@ class Fleet:
             (end + duration, engine, index, sample) for end, engine, index, sample in self._events
         ]  # in the same order
 
-    def step(self) -> tuple[int, bool]:
-        """Returns the draw of the next response that ends, and whether it is complete with it."""
+    def step(self) -> tuple[int, int, bool]:
+        """Returns draw and sample of the next response that ends, and whether its draw is complete with it."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         self.in_flight -= 1
@@ -132,7 +132,7 @@ class Fleet:
         complete = not self._left[index]
         if complete:
             del self._left[index], self._made[index], self._lengths[index]
-        return index, complete
+        return index, sample, complete
 
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws, running or waiting, and returns the tokens of the unfinished ones."""

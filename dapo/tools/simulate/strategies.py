@@ -73,12 +73,12 @@ class Simulation:
             self.start(index)
         return batch
 
-    def step(self) -> tuple[int, bool]:
-        """Returns the draw of the next response that ends, and whether it is complete with it."""
-        index, complete = self.fleet.step()
+    def step(self) -> tuple[int, int, bool]:
+        """Returns draw and sample of the next response that ends, and whether its draw is complete with it."""
+        index, sample, complete = self.fleet.step()
         if complete:
             self._generated_tokens += self.attempts[index].tokens
-        return index, complete
+        return index, sample, complete
 
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws and returns the (wasted) tokens of the unfinished ones."""
@@ -148,7 +148,8 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             buffer.open()
             update_end = math.inf
             continue
-        finished, complete = run.step()
+        finished, sample, complete = run.step()
+        buffer.verdict(finished, float(run.attempts[finished].right[sample]))
         if not complete:
             continue
         buffer.generated(finished, run.attempts[finished].tokens)
@@ -193,7 +194,7 @@ def first_finished(scenario: Scenario) -> Simulation:
         running: set[int] = set()
         while len(mixed) < scenario.batch:
             running = running or set(run.start_next(FACTOR * scenario.batch))
-            finished, complete = run.step()
+            finished, _, complete = run.step()
             if not complete:
                 continue
             running.remove(finished)

@@ -118,6 +118,8 @@ class World:
             self.generate(index)
         self.where[index] = BUFFERED
         self.finished.append(index)
+        for accuracy in ACCURACIES[self.outcome(index)]:
+            self.buffer.verdict(index, accuracy)
         self.buffer.add(self.group(index))
         if self.journal is not None and self.since[index] <= self.journal.version:
             self.journaled[index] = self.since[index], self.size[index]
@@ -132,6 +134,7 @@ class World:
         """A result of a draw that went back or ended."""
         held = self.buffer.held()
         self.buffer.generated(index, 5)
+        self.buffer.verdict(index, 1.0)
         self.buffer.add(make_group(index, [1.0, 0.0]))
         assert [group for group, _ in self.buffer.held()] == [group for group, _ in held]
 

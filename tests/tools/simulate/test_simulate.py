@@ -113,7 +113,7 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        index, complete = fleet.step()
+        index, _, complete = fleet.step()
         if complete:
             ends[index] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
