@@ -15,6 +15,9 @@ from dapo.report.sinks.sink import Sink
 from dapo.report.sinks.weights_and_biases import WeightsAndBiases
 
 
+OFF: dict[str, Any] = {"tensorboard": False, "wandb": {}, "mlflow": {}, "prometheus": False}  # `logging` without any
+
+
 def problems(cfg: Config) -> Iterator[str]:
     found = (
         weights_and_biases.problem(cfg.logging.wandb),

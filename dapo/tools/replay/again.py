@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.schema import Config
+from dapo.report.sinks.choice import OFF
 from dapo.report.store.reader import Reader
 from dapo.state.batches import BATCHES, steps_kept
 from dapo.state.changes import alters_meaning
@@ -64,7 +65,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
             "every": 0,
             "every_s": 0.0,
         },
-        "logging": {"tensorboard": False, "wandb": {}, "mlflow": {}, "prometheus": False},
+        "logging": OFF,
     }
     recorded = _recorded(run, step)
     settings["checkpoint"]["accept_changes"] += OmegaConf.select(recorded, "checkpoint.accept_changes", default=[])
