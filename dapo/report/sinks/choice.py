@@ -14,7 +14,6 @@ from dapo.report.sinks.prometheus import Prometheus
 from dapo.report.sinks.sink import Sink
 from dapo.report.sinks.weights_and_biases import WeightsAndBiases
 
-
 OFF: dict[str, Any] = {"tensorboard": False, "wandb": {}, "mlflow": {}, "prometheus": False}  # `logging` without any
 
 
