@@ -73,7 +73,7 @@ def stopped_while_idle(pool: ActorPool, good: TrainBatch) -> None:
 
 WAITED = r"waited 6 s for actor rank 1 "
 FAULTS = [
-    pytest.param(killed, "actor rank 1 .*: ActorDiedError", id="killed"),
+    pytest.param(killed, "actor rank 1 .*: ActorDiedError", id="killed", marks=pytest.mark.nightly),
     pytest.param(stuck, WAITED + r"\(the update from policy version 1\)", id="stuck", marks=pytest.mark.nightly),
     pytest.param(half_done, "RuntimeError: the machine is faulty", id="half_done", marks=pytest.mark.nightly),
     pytest.param(

@@ -97,6 +97,7 @@ def test_responses_of_a_lost_engine_come_from_another_as_they_would_have(
         assert [span.version for span in second.policy_versions] == [7]
 
 
+@pytest.mark.nightly
 def test_an_engine_lost_in_a_sync_is_left_out_and_joins_with_the_new_weights(engines, loop):
     pool, said, model = engines
     generator = torch.Generator().manual_seed(4)
