@@ -5,6 +5,7 @@ as lists."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Experts = NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]: the k experts that a token passed through
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 
@@ -60,7 +62,8 @@ class Sampling:
     """Sampling parameters of one group; seeds are passed separately per response. Made by
     `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`. n: responses per prompt. max_tokens: limit per
     response. stop: strings that end it, kept as its last characters. logprobs: whether to return the tokens'
-    log-probabilities, as training needs; they cost engine time."""
+    log-probabilities, as training needs; they cost engine time. experts: whether to return the experts of each token
+    (`rollout.replay_experts`)."""
 
     n: int
     temperature: float
@@ -69,6 +72,7 @@ class Sampling:
     max_tokens: int
     stop: tuple[str, ...] = ()
     logprobs: bool = True
+    experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,9 @@ class Response:
     but without time between an abort and its continuation. For a response from a checkpoint or journal they are -1 and
     NaN, because another fleet generated it. token_mask: [R], true for tokens that the policy sampled; the others were
     inserted between turns (a tool's answer, feedback), their log-probability is meaningless, and no span covers them.
-    None: all were sampled.
+    None: all were sampled. experts: [P + R - 1, layers, k], of the prompt's tokens and all response tokens but the
+    last, which no engine computes; layers without experts have zeros. None without `Sampling.experts` and without
+    response tokens.
     """
 
     token_ids: Int32Array
@@ -116,6 +122,7 @@ class Response:
     engine: int
     seconds: float
     token_mask: Mask | None = None
+    experts: Experts | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -237,7 +244,8 @@ class TrainSequence:
     others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
     number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
     (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
-    update starts from.
+    update starts from. prompt_experts: [P - 1, layers, k], equal in all responses to a prompt; experts: [R, layers, k],
+    of the last prompt token and all response tokens but the last. None: the actors choose experts themselves.
     """
 
     token_ids: Int32Array
@@ -247,12 +255,20 @@ class TrainSequence:
     token_weight: float
     staleness: Int32Array
     token_mask: Mask | None = None
+    prompt_experts: Experts | None = None
+    experts: Experts | None = None
 
     @property
     def shared_prompt(self) -> Int32Array:
         """Prompt tokens but the last, [P - 1], computed once for all responses to a prompt. The last one predicts the
         first token of each response."""
         return self.token_ids[: self.num_prompt_tokens - 1]
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal in sequences whose shared prompt can be computed once."""
+        experts = b"" if self.prompt_experts is None else blake2b(self.prompt_experts, digest_size=16).digest()
+        return self.shared_prompt.tobytes() + experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
