@@ -214,6 +214,7 @@ def _sequence(
         token_weight=token_weight,
         staleness=_staleness(response, version),
         token_mask=response.token_mask,
+        support=response.sampled_support,
     )
 
 
