@@ -31,7 +31,6 @@ WHOLE_ENGINE_ARGS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 
-EVERY_TOKEN = {"top_p": 1.0, "min_p": 0.0}  # values that leave out no token
 TRAIN = "train"
 RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.report.store.schema`)
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; a larger value was meant for single tokens
@@ -118,13 +117,13 @@ def _sampling(cfg: Config) -> Iterator[str]:
     """Truncated sampling needs the tokens that could be sampled at each position: the engine returns the most likely
     ones, so that their number must have a bound."""
     rollout = cfg.rollout
-    cut = next((name for name, whole in EVERY_TOKEN.items() if getattr(rollout, name) != whole), "")
-    if cut and rollout.top_k < 1:
-        yield (
-            f"`rollout.{cut}` ({getattr(rollout, cut)}) needs `rollout.top_k` ({rollout.top_k}) in training, the most "
-            "tokens of a position that the engines return to the actors; give rollout.top_k=50, say, or sample from "
-            f"all tokens (rollout.{cut}={EVERY_TOKEN[cut]})"
-        )
+    for name, whole, cuts in ("top_p", 1.0, rollout.top_p < 1), ("min_p", 0.0, rollout.min_p > 0):
+        if cuts and rollout.top_k < 1:
+            yield (
+                f"`rollout.{name}` ({getattr(rollout, name)}) needs `rollout.top_k` ({rollout.top_k}) in training, the "
+                "most tokens of a position that the engines return to the actors; give rollout.top_k=50, say, or "
+                f"sample from all tokens (rollout.{name}={whole})"
+            )
     if rollout.top_k > MAX_SUPPORT:
         yield (
             f"`rollout.top_k` ({rollout.top_k}) must be at most {MAX_SUPPORT} in training, where engines return all "
