@@ -62,16 +62,20 @@ class Sampling:
     """Sampling parameters of one group; seeds are passed separately per response. Made by
     `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`. n: responses per prompt. max_tokens: limit per
     response. stop: strings that end it, kept as its last characters. logprobs: whether to return the tokens'
-    log-probabilities, as training needs; they cost engine time. experts: whether to return the experts of each token
-    (`rollout.replay_experts`)."""
+    log-probabilities, as training needs; they cost engine time. support: most tokens of a `Support` per position; 0:
+    none is returned. support_logprobs: whether it has log-probabilities. experts: whether to return the experts of each
+    token."""
 
     n: int
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     logprobs: bool = True
+    support: int = 0
+    support_logprobs: bool = False
     experts: bool = False
 
 
@@ -99,6 +103,41 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Support:
+    """The engine's most likely tokens at each of R positions. Under truncated sampling (top-k, top-p, min-p) they are
+    all tokens that could be sampled there, so that actors can compute the same distribution.
+
+    counts: [R] uint16, tokens per position; 0 where the policy did not sample. token_ids: [sum of counts], position by
+    position, the most likely first. logprobs: of the sampling policy, likewise; None unless they were asked for.
+    """
+
+    counts: NDArray[np.uint16]
+    token_ids: Int32Array
+    logprobs: Float32Array | None = None
+
+    def where(self, positions: Mask) -> "Support":
+        """Returns the support at the positions where the mask [R] is true."""
+        chosen = np.repeat(positions, self.counts)
+        logprobs = None if self.logprobs is None else self.logprobs[chosen]
+        return Support(counts=self.counts[positions], token_ids=self.token_ids[chosen], logprobs=logprobs)
+
+
+def joined_support(parts: Sequence[tuple[Support | None, int]]) -> Support | None:
+    """Joins the support of parts of a response, each with its number of tokens; a part without has none at any
+    position. Returns None if no part has any."""
+    found = [support for support, _ in parts if support is not None]
+    if not found:
+        return None
+    counts = [np.zeros(length, np.uint16) if support is None else support.counts for support, length in parts]
+    logprobs = [support.logprobs for support in found if support.logprobs is not None]
+    return Support(
+        counts=np.concatenate(counts),
+        token_ids=np.concatenate([support.token_ids for support in found]),
+        logprobs=np.concatenate(logprobs) if logprobs else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
     """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.algorithm.batch`.
 
@@ -109,9 +148,9 @@ class Response:
     but without time between an abort and its continuation. For a response from a checkpoint or journal they are -1 and
     NaN, because another fleet generated it. token_mask: [R], true for tokens that the policy sampled; the others were
     inserted between turns (a tool's answer, feedback), their log-probability is meaningless, and no span covers them.
-    None: all were sampled. experts: [P + R - 1, layers, k], of the prompt's tokens and all response tokens but the
-    last, which no engine computes; layers without experts have zeros. None without `Sampling.experts` and without
-    response tokens.
+    None: all were sampled. support: with `Sampling.support`. experts: [P + R - 1, layers, k], of the prompt's tokens
+    and all response tokens but the last, which no engine computes; layers without experts have zeros. None without
+    `Sampling.experts` and without response tokens.
     """
 
     token_ids: Int32Array
@@ -122,6 +161,7 @@ class Response:
     engine: int
     seconds: float
     token_mask: Mask | None = None
+    support: Support | None = None
     experts: Experts | None = None
 
     @property
@@ -139,6 +179,11 @@ class Response:
     def sampled_logprobs(self) -> Float32Array:
         """Log-probabilities of the sampled tokens, [S]."""
         return self.rollout_logprobs if self.token_mask is None else self.rollout_logprobs[self.token_mask]
+
+    @property
+    def sampled_support(self) -> Support | None:
+        """Support at the sampled tokens, S positions."""
+        return self.support if self.support is None or self.token_mask is None else self.support.where(self.token_mask)
 
     @property
     def truncated(self) -> bool:
@@ -244,8 +289,9 @@ class TrainSequence:
     others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
     number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
     (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
-    update starts from. prompt_experts: [P - 1, layers, k], equal in all responses to a prompt; experts: [R, layers, k],
-    of the last prompt token and all response tokens but the last. None: the actors choose experts themselves.
+    update starts from. support: S positions; in a run all sequences have it or none. prompt_experts: [P - 1, layers, k],
+    equal in all responses to a prompt; experts: [R, layers, k], of the last prompt token and all response tokens but
+    the last. None: the actors choose experts themselves.
     """
 
     token_ids: Int32Array
@@ -255,6 +301,7 @@ class TrainSequence:
     token_weight: float
     staleness: Int32Array
     token_mask: Mask | None = None
+    support: Support | None = None
     prompt_experts: Experts | None = None
     experts: Experts | None = None
 

@@ -19,7 +19,7 @@ import numpy as np
 from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
 from dapo.turns.protocol import Ask, Generated, Trajectory
-from dapo.types import Int32Array, Prompt, Request, Response, Sampling, VersionSpan
+from dapo.types import Int32Array, Prompt, Request, Response, Sampling, Support, VersionSpan, joined_support
 from workers.engines.requests import Prefix
 from workers.remote import RemoteError
 from workers.turns import TurnFleet, TurnLost, WorkerGone
@@ -57,6 +57,7 @@ class Held:
     token_ids: list[Int32Array] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     mask: list[np.ndarray] = field(default_factory=list)
+    support: list[tuple[Support | None, int]] = field(default_factory=list)  # of each part, with its length
     spans: list[VersionSpan] = field(default_factory=list)
     length: int = 0
     engine: int = -1
@@ -67,7 +68,7 @@ class Held:
         """Appends tokens that the policy did not sample."""
         if token_ids:
             count = len(token_ids)
-            self._append(np.array(token_ids, np.int32), np.full(count, np.nan, np.float32), sampled=False)
+            self._append(np.array(token_ids, np.int32), np.full(count, np.nan, np.float32), None, sampled=False)
 
     def take(self, part: Response) -> None:
         for span in part.policy_versions:
@@ -75,12 +76,13 @@ class Held:
             if self.spans and (self.spans[-1].version, self.spans[-1].end) == (moved.version, moved.start):
                 moved = replace(moved, start=self.spans.pop().start)
             self.spans.append(moved)
-        self._append(part.token_ids, part.rollout_logprobs, sampled=True)
+        self._append(part.token_ids, part.rollout_logprobs, part.support, sampled=True)
         self.engine, self.seconds = part.engine, self.seconds + part.seconds
 
-    def _append(self, token_ids: Int32Array, logprobs: np.ndarray, *, sampled: bool) -> None:
+    def _append(self, token_ids: Int32Array, logprobs: np.ndarray, support: Support | None, *, sampled: bool) -> None:
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
+        self.support.append((support, len(token_ids)))
         self.mask.append(np.full(len(token_ids), sampled))
         self.length += len(token_ids)
 
@@ -98,6 +100,7 @@ class Held:
             engine=self.engine,
             seconds=self.seconds,
             token_mask=None if mask.all() else mask,
+            support=joined_support(self.support),
         )
 
 

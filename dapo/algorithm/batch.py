@@ -216,6 +216,7 @@ def _sequence(
         token_weight=token_weight,
         staleness=_staleness(response, version),
         token_mask=response.token_mask,
+        support=response.sampled_support,
         # Several engines may disagree about a prompt, which the actors compute once: the first response decides.
         prompt_experts=next((one.experts[:shared] for one in group.responses if one.experts is not None), None),
         experts=None if response.experts is None else response.experts[shared:],

@@ -9,6 +9,7 @@ from dapo.config.rules.engine import arguments, batches, decoding, quantized_tra
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward import code, judge, reward_model, waits
+from dapo.config.sampling import MAX_SUPPORT
 from dapo.config.schema import Config
 
 # Engine arguments that dapo sets itself from other keys.
@@ -113,12 +114,21 @@ def _sources(cfg: Config) -> Iterator[str]:
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
-    """Refuses truncated sampling: the actors compute the whole distribution; engines would report other
-    probabilities."""
-    if cfg.rollout.top_p < 1:
-        yield f"`rollout.top_p` ({cfg.rollout.top_p}) must be 1.0 in training (`eval.top_p` may be lower)"
-    if cfg.rollout.top_k > 0:
-        yield f"`rollout.top_k` ({cfg.rollout.top_k}) must be -1, all tokens, in training (`eval.top_k` may cut)"
+    """Truncated sampling needs the tokens that could be sampled at each position: the engine returns the most likely
+    ones, so that their number must have a bound."""
+    rollout = cfg.rollout
+    for name, whole, cuts in ("top_p", 1.0, rollout.top_p < 1), ("min_p", 0.0, rollout.min_p > 0):
+        if cuts and rollout.top_k < 1:
+            yield (
+                f"`rollout.{name}` ({getattr(rollout, name)}) needs `rollout.top_k` ({rollout.top_k}) in training, the "
+                "most tokens of a position that the engines return to the actors; give rollout.top_k=50, say, or "
+                f"sample from all tokens (rollout.{name}={whole})"
+            )
+    if rollout.top_k > MAX_SUPPORT:
+        yield (
+            f"`rollout.top_k` ({rollout.top_k}) must be at most {MAX_SUPPORT} in training, where engines return all "
+            "tokens that could be sampled; lower it, or take -1 for all tokens"
+        )
 
 
 def _batch_shapes(cfg: Config) -> Iterator[str]:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 
 from dapo.config.devices import gpus_per_engine
-from dapo.config.sampling import SourceConfig
+from dapo.config.sampling import SamplingConfig, SourceConfig
 from dapo.config.schema import Config
 
 LENT_TRANSPORT = "ipc"  # of the weights for engines that are lent GPUs: from the rank on the same one
+
+EQUALS = 4  # tokens
 
 
 def device_of(cfg: Config) -> str:
@@ -76,6 +78,17 @@ def transfer_timeout_s(cfg: Config) -> float:
 def response_caps(sources: Sequence[SourceConfig]) -> dict[str, int]:
     """Returns `max_response_length` in tokens by name, for the entries of `data.sources` that have their own."""
     return {source.name: source.max_response_length for source in sources if source.max_response_length}
+
+
+def truncates(sampling: SamplingConfig) -> bool:
+    """Whether some tokens cannot be sampled."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def support_size(cfg: Config) -> int:
+    """Returns the most tokens per position that engines return in training, most likely first; 0: none."""
+    # The k-th most likely token may have equals, which vLLM keeps too.
+    return cfg.rollout.top_k + EQUALS if truncates(cfg.rollout) else 0
 
 
 def optimizer_steps(cfg: Config) -> int:

@@ -41,6 +41,7 @@ ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
+MAX_SUPPORT = 1024  # tokens per position that an engine returns in training
 TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM accepts
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
 # Arguments of transformers' `apply_chat_template` that no template reads, or that dapo sets itself.
@@ -173,6 +174,13 @@ class SamplingConfig:
         holds=lambda value: value >= -1,
         verl=f"{ROLLOUT}.val_kwargs.top_k",
     )
+    min_p: float = key(
+        0.0,
+        "least probability of a token that is sampled, as a part of the most likely one's",
+        values="at least 0 and below 1; 0 keeps every token",
+        holds=lambda value: 0 <= value < 1,
+        trl="min_p",
+    )
 
 
 @dataclass(slots=True)
@@ -216,14 +224,15 @@ class RolloutConfig(SamplingConfig):
     )
     top_p: float = share(
         1.0,
-        "nucleus sampling; must be 1.0 in training, where the actors compute the whole distribution",
+        "nucleus sampling; below 1.0 `rollout.top_k` must be set, so that engines return the tokens that could be "
+        "sampled and the actors compute the same distribution",
         EVERY_TOKEN,
         verl=f"{ROLLOUT}.top_p",
         trl="top_p",
     )
     top_k: int = key(
         -1,
-        "must be -1, all tokens, in training",
+        f"most likely tokens sampled from, at most {MAX_SUPPORT}; -1: all",
         values=TOP_K,
         holds=lambda value: value >= -1,
         verl=f"{ROLLOUT}.top_k",

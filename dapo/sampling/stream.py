@@ -24,7 +24,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 
+from dapo.config.derived import support_size
 from dapo.config.sampling import SamplingConfig
+from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.ground.clock import PhaseClock
 from dapo.pools import Lender, RewardPool, RolloutPool
@@ -75,6 +77,10 @@ Responses = AsyncGenerator[tuple[int, Response]]
 def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
     values = {field.name: getattr(section, field.name) for field in fields(SamplingConfig)}
     return Sampling(max_tokens=max_tokens, **values)
+
+
+def training_sampling(cfg: Config) -> Sampling:
+    return replace(sampling_of(cfg.rollout, cfg.data.max_response_length), support=support_size(cfg))
 
 
 async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:

@@ -17,7 +17,7 @@ from dapo.ground.durable import free_space
 from dapo.pools import Pools
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS
-from dapo.sampling.stream import GroupStream, Traffic, sampling_of
+from dapo.sampling.stream import GroupStream, Traffic, training_sampling
 from dapo.state.checkpoint import STEP_NAME
 from dapo.state.groups import OtherPrompt, Visits, oldest_policy, read_groups, write_groups
 from dapo.types import Collected, Draw, Group
@@ -174,7 +174,7 @@ def stream_of(
     if cfg.trainer.only == "train":
         outcome, least = classifier(cfg), cfg.filter_groups.min_scored
         return SavedStream(Path(cfg.data.batches), buffer, order.draw, order.know, lambda group: outcome(group, least))
-    sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
+    sampling = training_sampling(cfg)
     return GroupStream(
         order,
         buffer,

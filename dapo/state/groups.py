@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dapo.sampling.draws import BufferState
 from dapo.state.journal import Journal
-from dapo.types import Draw, Group, Prompt, Response, Score, VersionSpan
+from dapo.types import Draw, Float32Array, Group, Int32Array, Prompt, Response, Score, Support, VersionSpan
 
 FILE = "groups.parquet"
 TOGETHER = 16  # groups per write: their columns are in memory twice, and block other threads
@@ -38,9 +38,18 @@ _SCHEMA = pa.schema(
         "policy_versions": pa.string(),  # JSON
         "score": pa.string(),  # JSON
         "token_mask": pa.large_binary(),  # a byte per token; null: all were sampled
+        # Of `dapo.types.Support`; empty without it.
+        "support_counts": pa.large_list(pa.uint16()),
+        "support_ids": pa.large_list(pa.int32()),
+        "support_logprobs": pa.large_list(pa.float32()),
     }
 )
+# Read and written without a Python number per token.
+_ARRAYS = ["token_ids", "rollout_logprobs", "support_counts", "support_ids", "support_logprobs"]
 Visits = Mapping[int, int]
+
+
+_NO_SUPPORT = Support(counts=np.zeros(0, np.uint16), token_ids=np.zeros(0, np.int32))
 
 
 class OtherPrompt(ValueError):
@@ -70,11 +79,11 @@ def read_groups(
 def _groups(
     table: pa.Table, draw: Callable[[int], Draw], know: Callable[[Visits], None], check: bool
 ) -> list[tuple[Group, int]]:
-    token_ids, logprobs = _arrays(table, "token_ids"), _arrays(table, "rollout_logprobs")
-    rows = table.drop_columns(["token_ids", "rollout_logprobs"]).to_pylist()
+    arrays = {name: _arrays(table, name) for name in _ARRAYS}
+    rows = table.drop_columns(_ARRAYS).to_pylist()
     know({row["draw"]: row["visit"] for row in rows if row["visit"] is not None})
     found: dict[tuple[int, int], tuple[Draw, list[Response], list[Score]]] = {}
-    for row, ids, own in zip(rows, token_ids, logprobs, strict=True):
+    for row, ids, own, *support in zip(rows, *arrays.values(), strict=True):
         index, started, mask = row["draw"], row["started"], row["token_mask"]
         if (index, started) not in found:
             found[index, started] = draw(index), [], []
@@ -91,6 +100,7 @@ def _groups(
                 engine=-1,
                 seconds=math.nan,
                 token_mask=None if mask is None else np.frombuffer(mask, dtype=np.bool_),
+                support=_support(*support),
             )
         )
         scores.append(Score(**json.loads(row["score"])))
@@ -164,6 +174,7 @@ def _table(groups: Sequence[tuple[Group, int]], visits: Visits) -> pa.Table:
         for response, score in zip(group.responses, group.scores, strict=True)
     ]
     responses = [response for _, _, response, _ in rows]
+    supports = [response.support or _NO_SUPPORT for response in responses]
     columns = [
         [draw.index for draw, _, _, _ in rows],
         [started for _, started, _, _ in rows],
@@ -176,6 +187,9 @@ def _table(groups: Sequence[tuple[Group, int]], visits: Visits) -> pa.Table:
         [json.dumps([_values(span) for span in response.policy_versions]) for response in responses],
         [json.dumps(_values(score)) for _, _, _, score in rows],
         [None if (mask := response.token_mask) is None else mask.tobytes() for response in responses],
+        _column([support.counts for support in supports], np.dtype(np.uint16)),
+        _column([support.token_ids for support in supports], np.dtype(np.int32)),
+        _column([support.logprobs for support in supports], np.dtype(np.float32)),
     ]
     return pa.table([pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
 
@@ -185,10 +199,17 @@ def _values(one: VersionSpan | Score) -> dict[str, Any]:
     return {name: getattr(one, name) for name in _FIELDS[type(one)]}
 
 
-def _column(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.LargeListArray:
-    """Returns one list per array, without a Python number per token."""
-    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
-    values = np.concatenate([np.zeros(0, dtype), *arrays])
+def _support(counts: NDArray[np.uint16], token_ids: Int32Array, logprobs: Float32Array) -> Support | None:
+    if not len(counts):
+        return None
+    return Support(counts=counts, token_ids=token_ids, logprobs=logprobs if len(logprobs) else None)
+
+
+def _column(arrays: Sequence[NDArray[Any] | None], dtype: np.dtype[Any]) -> pa.LargeListArray:
+    """Returns one list per array; an empty one for None."""
+    found = [np.zeros(0, dtype) if array is None else array for array in arrays]
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in found], dtype=np.int64)])
+    values = np.concatenate([np.zeros(0, dtype), *found])
     return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), pa.array(values))
 
 

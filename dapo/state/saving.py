@@ -23,7 +23,7 @@ from dapo.ground.watchdog import waiting
 from dapo.pools import ActorPool, ActorsLost, RewardPool
 from dapo.report.log import MetricsLogger
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.stream import sampling_of, score_of
+from dapo.sampling.stream import score_of, training_sampling
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.driver_state import DriverState, Due, owes_evaluation
 from dapo.state.groups import FILE, note, read_groups, recover, write_groups
@@ -87,7 +87,7 @@ class Saver:
     ) -> None:
         """Needs an unused buffer, which calls `scored`. limit: receives the duration of each save. owes: whether the
         actors' policy has to be evaluated."""
-        sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
+        sampling = training_sampling(cfg)
         settings = f"{sampling} {cfg.trainer.seed}"
         self.journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
         self.voided = Voided(logger.output_dir, warn=warn)

@@ -9,6 +9,7 @@ from dapo.sampling.draws import BufferState
 from dapo.state.groups import FILE, newest_policy, note, read_groups, recover, write_groups
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
+from tests.support.engines.played import assert_support, support_of
 from tests.support.fakes import make_group, make_prompt, make_response
 from tests.support.sampling.verdicts import draw_of
 
@@ -74,8 +75,10 @@ def test_a_group_comes_out_as_it_went_in(tmp_path):
         rollout_logprobs=rng.normal(size=5000).astype(np.float32),
         text="\0 ∑ \x7f" * 9,
         policy_versions=(VersionSpan(version=2, start=0, end=7), VersionSpan(version=3, start=7, end=5000)),
+        support=support_of(range(5000)),
     )
-    group = replace(make_group(7, [1.0, float("nan")]), responses=(response, make_response(0)))
+    other = replace(make_response(3), support=replace(support_of([4, 2, 9]), logprobs=None))
+    group = replace(make_group(7, [1.0, float("nan"), 0.0]), responses=(response, make_response(0), other))
     write_groups(tmp_path / FILE, [(group, 2)])
     ((back, started),) = read_groups(tmp_path / FILE, draw_of, check=True)
     assert started == 2 and newest_policy(back) == 3 and back.draw.index == 7
@@ -88,4 +91,9 @@ def test_a_group_comes_out_as_it_went_in(tmp_path):
             other.finish_reason,
             other.policy_versions,
         )
+    assert_support(back.responses[0].support, range(5000))
+    assert back.responses[1].support is None
+    support = back.responses[2].support
+    assert support.logprobs is None and support.counts.tolist() == other.support.counts.tolist()
+    assert support.token_ids.tolist() == other.support.token_ids.tolist()
     assert repr(back.scores) == repr(group.scores)

@@ -143,6 +143,50 @@ def test_without_log_probabilities_the_tokens_are_the_same(engines, loop):
         assert first.policy_versions == second.policy_versions
 
 
+@torch.no_grad()
+def kept(model, response: Response, how: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens could be sampled at each position, [R, vocabulary], by transformers' probabilities and the
+    definitions of min-p, top-k and top-p; and the log-probabilities before that."""
+    ids = torch.from_numpy(np.concatenate([PROMPT, response.token_ids]).astype(np.int64))[None]
+    logits = model(ids).logits[0, len(PROMPT) - 1 : -1] / how.temperature
+    found = np.zeros(logits.shape, bool)
+    for row, own in zip(found, logits.double().numpy(), strict=True):
+        order = np.argsort(-own)
+        order = order[np.exp(own[order] - own[order[0]]) >= how.min_p][: how.top_k]
+        before = (
+            np.cumsum(np.exp(own[order]) / np.exp(own[order]).sum()) - np.exp(own[order]) / np.exp(own[order]).sum()
+        )
+        row[order[before < how.top_p]] = True
+    return found, logits.log_softmax(-1).numpy()
+
+
+def test_of_truncated_sampling_the_tokens_that_could_be_sampled_come_back(engines, loop):
+    """With them the log-probabilities agree as closely as without truncation; without them they do not."""
+    pool, model = engines
+    how = replace(sampling(8), temperature=0.3, top_p=0.9, top_k=12, min_p=0.02, support=16, support_logprobs=True)
+
+    async def group() -> list[Response]:
+        return [each async for _, each in pool.generate(Request("cut", PROMPT, how, range(900, 908)))]
+
+    found, counts, far = loop.run(group()), [], 0.0
+    for response in found:
+        wanted, logprobs = kept(model, response, how)
+        support = response.support
+        rows = np.repeat(np.arange(len(response.token_ids)), support.counts)
+        returned = np.zeros_like(wanted)
+        returned[rows, support.token_ids] = True
+        assert returned[np.arange(len(returned)), response.token_ids].all(), "the sampled token is one of them"
+        # A token at the very edge may be in for one side and out for the other.
+        assert (returned != wanted).sum() <= 1
+        totals = np.log(np.where(returned, np.exp(logprobs), 0).sum(axis=1))
+        own = logprobs[np.arange(len(returned)), response.token_ids]
+        assert np.abs(own - totals - response.rollout_logprobs).max() <= 1e-4
+        assert np.abs(logprobs[rows, support.token_ids] - totals[rows] - support.logprobs).max() <= 1e-4
+        far = max(far, np.abs(own - response.rollout_logprobs).max())
+        counts += support.counts.tolist()
+    assert far > 0.01 and min(counts) < max(counts) <= how.top_k
+
+
 def test_an_abort_returns_all_responses_also_those_that_the_engine_does_not_know_yet(engines, loop):
     pool, model = engines
     empty = pool.room(1)

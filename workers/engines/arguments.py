@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from dapo.config.derived import gpus_per_engine, shares_gpus
+from dapo.config.derived import gpus_per_engine, shares_gpus, support_size
 from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
+
+VLLM_MAX_LOGPROBS = 20  # vLLM's default: the most log-probabilities that a request may ask for per position
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
@@ -17,6 +19,8 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         "trust_remote_code": cfg.model.trust_remote_code,
         "load_format": "safetensors",  # vLLM would also accept pickles
     }
+    if (size := support_size(cfg)) > VLLM_MAX_LOGPROBS:
+        args["max_logprobs"] = size
     if device == "cpu":
         args |= {
             "enforce_eager": True,

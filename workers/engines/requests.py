@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dapo.sampling.seeds import continued_seed
-from dapo.types import Response, VersionSpan
+from dapo.types import Response, VersionSpan, joined_support
 from workers.engines.slot import EngineSlot
 from workers.engines.worker import Start
 from workers.remote import RemoteError, WorkerLost, wait
@@ -61,6 +61,7 @@ def joined(first: Response, then: Response) -> Response:
         token_ids=np.concatenate([first.token_ids, then.token_ids]),
         rollout_logprobs=np.concatenate([first.rollout_logprobs, then.rollout_logprobs]),
         policy_versions=tuple(_merged([*first.policy_versions, *later])),
+        support=joined_support([(first.support, length), (then.support, len(then.token_ids))]),
         seconds=first.seconds + then.seconds,
     )
 

@@ -2,7 +2,6 @@
 depend on batch, order or restart."""
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from packaging.specifiers import SpecifierSet
 
-from dapo.types import Int32Array, Response, Sampling, VersionSpan
+from dapo.types import Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
 from workers.engines.orphans import ACTOR
@@ -26,6 +25,7 @@ _numbers = count()  # unique request ids, as vLLM requires
 SCHEDULER = "workers.engines.scheduling.scheduler"
 KNOWN = ">=0.32,<0.34"  # vLLM versions; same as the extras in pyproject.toml
 TOGETHER_S = 0.005  # responses of a group that end within this time are returned together
+LEAST_LOGPROB = -1e4  # vLLM gives -inf, in places a large negative number, to a token that it leaves out
 ENDING_S = 1.0  # grace time of aborted groups before the engine refuses to sleep
 
 
@@ -87,6 +87,7 @@ class RolloutWorker:
         enable_envs_cache()  # otherwise each token reads the environment again, a quarter of this process's work
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
+        self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
         self._running: dict[str, list[str]] = {}
         self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
         return size_of(self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes"))
@@ -131,9 +132,11 @@ class RolloutWorker:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens - len(start.token_ids),
             seed=start.seed,
-            logprobs=0 if sampling.logprobs else None,  # the sampled token's only
+            # 0: the sampled token's only
+            logprobs=min(sampling.support, self._vocabulary) if sampling.logprobs else None,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -147,8 +150,9 @@ class RolloutWorker:
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
         decode = partial(self._decode, skip_special_tokens=True)
-        # An aborted request may have fewer log-probabilities than tokens.
-        logprobs = completion.logprobs.logprobs if sampling.logprobs else [math.nan] * len(completion.token_ids)
+        logprobs, support = np.full(len(completion.token_ids), np.nan, np.float32), None
+        if sampling.logprobs:  # an aborted request may have fewer of them than tokens
+            logprobs, support = values_of(completion.logprobs, params.logprobs, keep=sampling.support_logprobs)
         whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
             whole, reason = whole[:end], "stop"
@@ -159,12 +163,13 @@ class RolloutWorker:
         ]
         return Response(
             token_ids=np.asarray(whole[len(before) :], dtype=np.int32),
-            rollout_logprobs=np.asarray(logprobs[:length], dtype=np.float32),
+            rollout_logprobs=logprobs[:length],
             text="" if reason == "abort" else decode(whole),
             finish_reason=reason,
             policy_versions=spans_up_to(spans, length),
             engine=-1,  # the driver numbers the engines
             seconds=time.monotonic() - began,
+            support=None if support is None else support.where(np.arange(len(logprobs)) < length),
         )
 
     async def abort(self, keys: list[str]) -> None:
@@ -250,6 +255,22 @@ class RolloutWorker:
     async def stop(self) -> None:
         """Ends the engine's processes. Without a timeout vLLM would give running requests seconds to finish."""
         self._engine.shutdown(timeout=0.5)
+
+
+def values_of(flat: Any, num_likely: int, *, keep: bool) -> tuple[Float32Array, Support | None]:
+    """Returns the sampled tokens' log-probabilities, [R], and their support if `num_likely` is not 0. flat: vLLM's
+    `FlatLogprobs`, per position those of the sampled token and of the `num_likely` most likely ones, -inf for a token
+    that could not be sampled. keep: whether the support has log-probabilities."""
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(-1, num_likely + 1)
+    if not num_likely:
+        return logprobs[:, 0], None
+    token_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(logprobs.shape)
+    kept = logprobs[:, 1:] >= LEAST_LOGPROB
+    return logprobs[:, 0], Support(
+        counts=kept.sum(axis=1, dtype=np.uint16),
+        token_ids=token_ids[:, 1:][kept],
+        logprobs=logprobs[:, 1:][kept] if keep else None,
+    )
 
 
 def end_of(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dapo.config.sampling import RolloutConfig
 from dapo.sampling.seeds import response_seed
-from dapo.types import Int32Array, Response, Sampling, VersionSpan
+from dapo.types import Int32Array, Response, Sampling, Support, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.engines.slot import EngineSlot
 from workers.engines.worker import Start
@@ -115,7 +115,27 @@ class Engine:
             policy_versions=tuple(spans),
             engine=-1,
             seconds=1.0,
+            support=support_of(made),
         )
+
+
+def support_of(numbers: Sequence[int]) -> Support:
+    """As if a token's number in the log named one to three tokens that could be sampled, and their probabilities."""
+    ids = [[number + k for k in range(1 + number % 3)] for number in numbers]
+    flat = np.array([one for own in ids for one in own], dtype=np.int32)
+    counts = np.array([len(own) for own in ids], dtype=np.uint16)
+    return Support(counts=counts, token_ids=flat, logprobs=-flat.astype(np.float32))
+
+
+def assert_support(found: Support | None, numbers: Sequence[int]) -> None:
+    wanted = support_of(numbers)
+    if found is None:
+        assert not numbers
+        return
+    assert found.counts.dtype == np.uint16 and found.counts.tolist() == wanted.counts.tolist()
+    assert found.token_ids.dtype == np.int32 and found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert found.logprobs is not None and wanted.logprobs is not None
+    assert found.logprobs.tolist() == wanted.logprobs.tolist()
 
 
 def text_of(token_ids: Sequence[int]) -> str:

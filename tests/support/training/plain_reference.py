@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from dapo.config.schema import Config
-from dapo.types import TrainBatch, TrainSequence
+from dapo.types import Support, TrainBatch, TrainSequence
 from tests.support.kept import end_with_the_group
 
 if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
@@ -83,8 +83,14 @@ def reference(model_dir: Path) -> Qwen2ForCausalLM:
 def plain_logprobs(model: Qwen2ForCausalLM, sequence: TrainSequence) -> torch.Tensor:
     """[S] of one sequence on its own: of the tokens that the policy sampled."""
     tokens = torch.from_numpy(sequence.token_ids).long()
-    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0][sampled(sequence)]
+    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1][sampled(sequence)] / TEMPERATURE
+    if sequence.support is not None:
+        left_out = torch.ones_like(logits, dtype=torch.bool)
+        rows = np.repeat(np.arange(len(logits)), sequence.support.counts)
+        left_out[rows, sequence.support.token_ids] = False
+        logits = logits.masked_fill(left_out, -torch.inf)
+    labels = tokens[sequence.num_prompt_tokens :, None][sampled(sequence)]
+    return logits.log_softmax(-1).gather(1, labels)[:, 0]
 
 
 def sampled(sequence: TrainSequence) -> torch.Tensor:
@@ -110,6 +116,18 @@ def in_turns(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
             dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, token_mask=token_mask)
         )
     assert any(one.token_mask is not None and not one.token_mask.all() for one in found)
+    return tuple(found)
+
+
+def cut(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
+    """The sequences as if sampled from one to nine tokens at each position."""
+    rng, found = np.random.default_rng(8), []
+    for sequence in sequences:
+        labels = sequence.token_ids[sequence.num_prompt_tokens :][sampled(sequence).numpy()]
+        rows = [np.union1d(label, rng.integers(0, VOCABULARY, rng.integers(0, 9))) for label in labels]
+        counts = np.array([len(row) for row in rows], np.uint16)
+        support = Support(counts=counts, token_ids=np.concatenate([np.zeros(0, int), *rows]).astype(np.int32))
+        found.append(dataclasses.replace(sequence, support=support))
     return tuple(found)
 
 

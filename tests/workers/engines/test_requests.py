@@ -16,7 +16,7 @@ from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import GroupStream
 from dapo.types import Request, Response, Sampling, VersionSpan
 from tests.support.driver.loops import PROMPTS, some_mixed
-from tests.support.engines.played import SLOTS, STOP, World, played_pool, text_of
+from tests.support.engines.played import SLOTS, STOP, World, assert_support, played_pool, text_of
 from tests.support.fakes import FakeRewards
 from workers.engines.requests import NOTHING, Unfinished, joined
 from workers.rollout import RolloutPool
@@ -79,6 +79,7 @@ def audit(response: Response, world: World) -> None:
         s.version for s in spans for _ in range(s.start, s.end)
     ]
     assert len({span.version for span in spans}) == len(spans), "spans of one version are one"
+    assert_support(response.support, numbers(response))
     if not response.aborted:
         stops = [k for k, token in enumerate(tokens) if token.token == STOP]
         assert stops == ([len(tokens) - 1] if response.finish_reason == "stop" else [])

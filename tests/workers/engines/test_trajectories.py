@@ -22,7 +22,7 @@ from dapo.turns.one_turn import rollout as one_turn
 from dapo.turns.protocol import Trajectory
 from dapo.types import Draw, Request, Response, Sampling
 from tests.support.engines.functions import LocalCall, LocalFunctions
-from tests.support.engines.played import World, played_pool
+from tests.support.engines.played import World, assert_support, played_pool
 from tests.support.fakes import FakeRewards, make_prompt
 from workers.remote import RemoteError
 from workers.trajectories import MAX_GONE, TrajectoryPool
@@ -97,7 +97,10 @@ def test_two_turns_hold_what_was_sampled_and_what_was_given() -> None:
         assert (response.token_ids.tolist(), response.token_mask.tolist()) == (ids, mask)
         assert response.finish_reason == reason and "|" in response.text
         assert np.isnan(response.rollout_logprobs[~response.token_mask]).all()
-        made = [world.log[-round(logprob)].token for logprob in response.sampled_logprobs.tolist()]
+        numbers = [-round(logprob) for logprob in response.sampled_logprobs.tolist()]
+        assert not response.support.counts[~response.token_mask].any()
+        assert_support(response.sampled_support, numbers)
+        made = [world.log[number].token for number in numbers]
         assert made == response.token_ids[response.token_mask].tolist(), "each token has its own log-probability"
         assert response.num_sampled == sum(mask) == sum(s.end - s.start for s in response.policy_versions)
 

@@ -20,6 +20,7 @@ from tests.support.training.plain_experts import plain_mixture, with_random_expe
 from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
+    cut,
     full_weights,
     in_turns,
     make_config,
@@ -52,14 +53,16 @@ Plain = tuple[dict[bytes, torch.Tensor], Tensors]  # log-probabilities by a sequ
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """packed: all sequences in as few micro-batches as there are ranks, else as many as there may be. chunked: logits
-    three rows at a time. lora: adapters train, else all weights. offload, checkpointing: as in the configuration.
-    replayed: the experts are given, as an engine would, and not the routers' choice."""
+    three rows at a time. lora: adapters train, else all weights. offload, checkpointing: as in the configuration. cut:
+    the tokens were sampled from a part of the vocabulary. replayed: the experts are given, as an engine would, and not
+    the routers' choice."""
 
     packed: bool = True
     chunked: bool = False
     offload: bool = False
     lora: bool = False
     checkpointing: str = "none"
+    cut: bool = False
     replayed: bool = False
 
 
@@ -67,6 +70,8 @@ VARIANTS = {
     "packed": Variant(),
     "separate_chunked_offload": Variant(packed=False, chunked=True, offload=True, checkpointing="selective"),
     "separate_offload_lora": Variant(packed=False, offload=True, lora=True, checkpointing="full"),
+    "packed_chunked_cut": Variant(chunked=True, cut=True),
+    "separate_lora_cut": Variant(packed=False, lora=True, cut=True),
 }
 OF_EXPERTS = {
     "packed": Variant(checkpointing="selective"),
@@ -82,9 +87,13 @@ def sequences(tied_dir: Path) -> tuple[TrainSequence, ...]:
 
 
 @pytest.fixture(scope="module")
-def plain(tied_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
-    """Without and with adapters."""
-    return {lora: plain_results(tied_dir, sequences, lora=lora) for lora in (False, True)}
+def plain(tied_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[tuple[bool, bool], Plain]:
+    """By whether adapters train, and whether tokens were sampled from a part of the vocabulary."""
+    return {
+        (lora, is_cut): plain_results(tied_dir, cut(sequences) if is_cut else sequences, lora=lora)
+        for lora in (False, True)
+        for is_cut in (False, True)
+    }
 
 
 def plain_results(
@@ -181,14 +190,17 @@ def test_ranks_agree_with_plain_transformers(
     row: tuple[ActorPool, Config],
     variant: Variant,
     sequences: tuple[TrainSequence, ...],
-    plain: dict[bool, Plain],
+    plain: dict[tuple[bool, bool], Plain],
 ) -> None:
     pool, cfg = row
-    assert_parity(pool, cfg, variant, sequences, plain[variant.lora])
+    wanted = plain[variant.lora, variant.cut]
+    if variant.cut:
+        sequences = cut(sequences)
+    assert_parity(pool, cfg, variant, sequences, wanted)
     if cfg.actor.num_workers == 4:
         # Copies of the parameters side by side; and more ranks than key-value heads share a micro-batch.
         for arranged in ({"fsdp_size": 2}, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}):
-            assert_parity(pool, cfg, variant, sequences, plain[variant.lora], **arranged)
+            assert_parity(pool, cfg, variant, sequences, wanted, **arranged)
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,16 @@ def token_logprobs(
     vocabulary: int,
     *,
     entropy_gradient: bool = False,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes both under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head.
+    """Computes both under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head, or over
+    the tokens of `support`.
 
     hidden: [R, h]. labels: [R] int64. entropy_gradient: whether the entropy is differentiable; otherwise it is a
-    metric. Returns (natural log-probability of each label, entropy in nats), both [R], in float32 or wider. With R = 0
-    both are empty and gradients zero, so that an FSDP rank without tokens still takes part. Raises ValueError unless
-    the head is an `nn.Linear`: only its weight and bias are used.
+    metric. support: [R, K] int, the tokens that could be sampled, the label among them, padded by -1. Returns (natural
+    log-probability of each label, entropy in nats), both [R], in float32 or wider. With R = 0 both are empty and
+    gradients zero, so that an FSDP rank without tokens still takes part. Raises ValueError unless the head is an
+    `nn.Linear`: only its weight and bias are used.
     """
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -36,7 +39,9 @@ def token_logprobs(
             "chunk for a plain torch.nn.Linear only; choose another architecture, and leave the head out of "
             "`model.lora.target_modules`"
         )
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient)
+    return _TokenLogprobs.apply(
+        hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient, support
+    )
 
 
 class _Logits:
@@ -82,22 +87,26 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         vocabulary: int,
         entropy_gradient: bool,
+        support: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logits = _Logits(hidden, weight, bias, temperature, vocabulary)
         # Not three views of one tensor: FSDP registers its backward hook on the outputs.
         logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=logits.dtype) for _ in range(3))
         scratch = torch.empty_like(logits.product, dtype=logits.dtype)
         for where, z in logits.chunks():
-            largest = z.amax(dim=-1, keepdim=True)
-            z.sub_(largest)
             own = z.gather(-1, labels[where, None]).squeeze(-1)
-            exponentials = torch.exp(z, out=scratch[: len(z)])
+            if support is not None:
+                z = _of_support(z, support[where])
+            largest = z.amax(dim=-1, keepdim=True)
+            own.sub_(largest.squeeze(-1))
+            z.sub_(largest)
+            exponentials = torch.exp(z, out=scratch[: len(z)]) if support is None else z.exp()
             total = exponentials.sum(dim=-1)
             log_total = total.log()
             logprobs[where] = own - log_total
             normalizer[where] = largest.squeeze(-1) + log_total
             entropy[where] = log_total - exponentials.mul_(z).sum(dim=-1) / total
-        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy if entropy_gradient else None)
+        ctx.save_for_backward(hidden, weight, bias, labels, support, normalizer, entropy if entropy_gradient else None)
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -106,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, support, normalizer, entropy = ctx.saved_tensors
         logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
@@ -116,14 +125,17 @@ class _TokenLogprobs(torch.autograd.Function):
         by_logprob = (logprobs_grad / ctx.temperature).unsqueeze(-1)
         by_entropy = (entropy_grad / ctx.temperature).unsqueeze(-1)
         scratch = None if entropy is None else torch.empty_like(logits.product, dtype=logits.dtype)
-        for where, z in logits.chunks():
+        for where, whole in logits.chunks():
+            z = whole if support is None else _of_support(whole, support[where])
             z.sub_(normalizer[where, None])
             if scratch is None:
                 grad = z.exp_().mul_(-by_logprob[where])
             else:
-                probabilities = torch.exp(z, out=scratch[: len(z)])
+                probabilities = torch.exp(z, out=scratch[: len(z)]) if support is None else z.exp()
                 z.add_(entropy[where, None]).mul_(by_entropy[where]).add_(by_logprob[where])
                 grad = z.mul_(probabilities).neg_()
+            if support is not None:
+                grad = whole.zero_().scatter_add_(1, _indices(support[where]), grad)
             grad.scatter_add_(1, labels[where, None], by_logprob[where])
             if bias_grad is not None:
                 bias_grad[: ctx.vocabulary] += grad.sum(dim=0)
@@ -133,7 +145,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad, logits.weight, out=hidden_grad[where])
             if weight_grad is not None:
                 _add_product(weight_grad[: ctx.vocabulary], grad.T, hidden[where])
-        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), None, None, None, None
+        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), None, None, None, None, None
+
+
+def _indices(support: Tensor) -> Tensor:
+    return support.long().clamp(min=0)
+
+
+def _of_support(z: Tensor, support: Tensor) -> Tensor:
+    """Returns the logits [rows, K] of the tokens of `support`; padding gets the least number, whose probability is 0
+    (-inf would give NaN times 0 in the entropy)."""
+    return z.gather(1, _indices(support)).masked_fill_(support < 0, torch.finfo(z.dtype).min / 4)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

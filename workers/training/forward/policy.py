@@ -37,6 +37,7 @@ class MicroBatch:
     segments: Segments
     predictors: Tensor  # [r] int64, indices into t of the tokens whose logits predict a sampled token
     labels: Tensor  # [r] int64, the sampled tokens
+    support: Tensor | None  # [r, K] int32, tokens that could be sampled in their places, padded by -1
     counts: tuple[int, ...]  # r of each rank
     rollout_logprobs: Tensor  # [R] float32
     advantages: Tensor  # [R] float32
@@ -82,6 +83,7 @@ def collate(
         ),
         predictors=to(predict[mine] - rank * run),
         labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
+        support=None if (support := _padded(sequences)) is None else to(support[mine]),
         counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
@@ -90,6 +92,17 @@ def collate(
         staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
         experts=None if experts is None else to(experts[own]),
     )
+
+
+def _padded(sequences: Sequence[TrainSequence]) -> NDArray[np.int32] | None:
+    """Returns the support of all sequences, [R, K]; None if they have none."""
+    parts = [sequence.support for sequence in sequences if sequence.support is not None]
+    if not parts:
+        return None
+    counts = np.concatenate([part.counts for part in parts])
+    padded = np.full((len(counts), counts.max(initial=1)), -1, np.int32)
+    padded[np.arange(padded.shape[1]) < counts[:, None]] = np.concatenate([part.token_ids for part in parts])
+    return padded
 
 
 def _sums(lengths: Sequence[int]) -> NDArray[np.int32]:
@@ -187,7 +200,13 @@ class PackedPolicy(nn.Module):
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
         logprobs, entropy = token_logprobs(
-            hidden, head, batch.labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
+            hidden,
+            head,
+            batch.labels,
+            self.temperature,
+            vocabulary,
+            entropy_gradient=self.entropy_gradient,
+            support=batch.support,
         )
         if batch.segments.group is None:
             return logprobs, entropy

@@ -17,11 +17,31 @@ def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
 
 
 def plain(
-    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, vocabulary: int
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    temperature: float,
+    vocabulary: int,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = head(hidden)[:, :vocabulary]
-    distribution = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if support is not None:
+        kept = torch.stack([torch.isin(torch.arange(vocabulary), row) for row in support])
+        scaled = scaled.masked_fill(~kept, -1e9)
+    distribution = scaled.log_softmax(-1)
     return distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
+def some_support(labels: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Between one token, the label, and `most` of the vocabulary, in any order, padded by -1."""
+    rows = []
+    for label in labels.tolist():
+        count = int(torch.randint(1, most + 1, (), generator=generator))
+        others = [token for token in torch.randperm(VOCABULARY, generator=generator).tolist() if token != label]
+        ids = torch.tensor([label, *others[: count - 1]])
+        rows.append(ids[torch.randperm(count, generator=generator)])
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).int()
 
 
 class Tied(nn.Module):
@@ -40,21 +60,28 @@ class Tied(nn.Module):
 
 
 def results(
-    model: Tied, chunked: bool, temperature: float, *, entropy_gradient: bool, seed: int = 0
+    model: Tied, chunked: bool, temperature: float, *, entropy_gradient: bool, seed: int = 0, most: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probabilities, entropy, and the gradients of one loss over both."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS), generator=generator)
     weights, others = torch.randn(2, ROWS, generator=generator, dtype=torch.float64).to(torch.float32)
+    support = some_support(labels, most, generator) if most else None
     model.zero_grad()
     if chunked:
         logprobs, entropy = token_logprobs(
-            model.hidden(tokens), model.head, labels, temperature, VOCABULARY, entropy_gradient=entropy_gradient
+            model.hidden(tokens),
+            model.head,
+            labels,
+            temperature,
+            VOCABULARY,
+            entropy_gradient=entropy_gradient,
+            support=support,
         )
         assert entropy.requires_grad == entropy_gradient
         assert logprobs._base is None and entropy._base is None  # FSDP loses its backward hook on views
     else:
-        logprobs, entropy = plain(model.hidden(tokens), model.head, labels, temperature, VOCABULARY)
+        logprobs, entropy = plain(model.hidden(tokens), model.head, labels, temperature, VOCABULARY, support)
     loss = (weights * logprobs).sum()
     if entropy_gradient:
         loss = loss + (others * entropy).sum()
@@ -70,6 +97,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("elements", [1, 5 * VOCABULARY, 1 << 24], ids=["row", "chunks", "whole"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_gradient", [False, True], ids=["metric", "bonus"])
+@pytest.mark.parametrize("most", [0, 1, 9, VOCABULARY], ids=["every_token", "one", "nine", "vocabulary"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("bias", "padding"), [(False, 0), (True, 7)], ids=["plain", "bias-and-padding"])
 def test_values_and_gradients_are_those_of_whole_logits(
@@ -77,6 +105,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     elements: int,
     temperature: float,
     entropy_gradient: bool,
+    most: int,
     tied: bool,
     bias: bool,
     padding: int,
@@ -84,13 +113,14 @@ def test_values_and_gradients_are_those_of_whole_logits(
     chunk_of(monkeypatch, elements)
     torch.manual_seed(1)
     model = Tied(tied=tied, bias=bias, padding=padding, dtype=torch.float32)
-    found = results(model, True, temperature, entropy_gradient=entropy_gradient)
-    wanted = results(model, False, temperature, entropy_gradient=entropy_gradient)
+    found = results(model, True, temperature, entropy_gradient=entropy_gradient, most=most)
+    wanted = results(model, False, temperature, entropy_gradient=entropy_gradient, most=most)
     torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
     assert found[2].keys() == wanted[2].keys()
     for name, gradient in wanted[2].items():
-        assert distance(found[2][name], gradient) < 1e-5, name
+        assert found[2][name].isfinite().all()
+        assert distance(found[2][name], gradient) < 1e-5 or (most == 1 and not found[2][name].any()), name
 
 
 def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
