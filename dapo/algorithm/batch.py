@@ -140,9 +140,11 @@ def filtered(group: Group, cfg: Config) -> list[bool]:
 
 
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
-    """Returns all responses in order, to compute their log-probabilities only: advantage and weight are 0."""
+    """Returns all responses in order, to compute their log-probabilities by the reference policy only: advantage and
+    weight are 0. The reference chooses its experts itself."""
+    free = {"prompt_experts": None, "experts": None}
     return tuple(
-        _sequence(group, response, version, advantage=0.0, token_weight=0.0)
+        dataclasses.replace(_sequence(group, response, version, advantage=0.0, token_weight=0.0), **free)
         for group in groups
         for response in group.responses
     )
