@@ -110,6 +110,7 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
     assert len(found) == 6 * N
     for response in found.values():
         audit(response, world)
+        assert_experts(response.experts, len(PROMPT), len(response.token_ids))
     assert {key for (key, _), response in found.items() if response.aborted} <= {f"g{k}" for k in aborted}
     kept = [number for response in found.values() for number in numbers(response)]
     assert sorted(kept) == sorted(set(range(len(world.log))) - world.lost), "each token once, none forgotten"

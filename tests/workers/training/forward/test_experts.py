@@ -83,3 +83,31 @@ def test_the_own_choice_changes_no_bit(rank: ActorWorker, tmp_path: Path, name: 
     wanted, found = (full_gradients(rank, split_batch(train_batch(0, s), 1, 99)[0]) for s in (free, replayed))
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     assert all(found[name].any() for name in found if ".gate." in name), "the routers are trained"
+
+
+def test_a_reference_chooses_itself_and_a_sequence_without_experts_too(rank: ActorWorker, tmp_path: Path) -> None:
+    save_model(MIXTURES["Mixtral"], tmp_path)
+    cfg = make_config(tmp_path, num_workers=1)
+    cfg.algorithm.kl.loss_coeff = 0.1
+    rebuild(rank, cfg)
+    free = make_sequences(tmp_path, LENGTHS)
+    given = with_random_experts(free, layers=2, experts=4, k=2)
+    collate = rank._updater._collate
+    assert collate(free).experts is None and collate(given).experts is not None
+    [[found]] = rank._updater._reference_of([[collate(given)]])
+    assert torch.equal(found, logprobs_of(rank, free)), "the reference is the policy at the start"
+    some = (given[0], free[1], *given[2:])
+    apart, alone = logprobs_of(rank, some), logprobs_of(rank, free[1:2])
+    assert (apart[LENGTHS[0][1] :][: LENGTHS[1][1]] - alone).abs().max() <= BOUND
+    assert (apart[: LENGTHS[0][1]] - logprobs_of(rank, given)[: LENGTHS[0][1]]).abs().max() <= BOUND
+
+
+def test_prompts_routed_otherwise_are_not_computed_once(rank: ActorWorker, tmp_path: Path) -> None:
+    save_model(MIXTURES["OLMoE"], tmp_path)
+    rebuild(rank, make_config(tmp_path, num_workers=1))
+    one, other = with_random_experts(make_sequences(tmp_path, ((8, 4), (8, 3))), layers=2, experts=4, k=2)
+    assert rank._updater._collate((one, other)).segments.prompts is not None
+    changed = dataclasses.replace(other, prompt_experts=one.prompt_experts[::-1].copy())
+    assert rank._updater._collate((one, changed)).segments.prompts is None
+    separate = torch.cat([logprobs_of(rank, (sequence,)) for sequence in (one, changed)])
+    assert (logprobs_of(rank, (one, changed)) - separate).abs().max() <= BOUND
