@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
+from dapo.config.algorithm import MAX_SUPPORT
 from dapo.config.names import ENGINE
 from dapo.config.rules.engine import arguments, batches, decoding, quantized_training, random_weights, stages, starts
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward import code, judge, reward_model, waits
-from dapo.config.sampling import MAX_SUPPORT
 from dapo.config.schema import Config
 
 # Engine arguments that dapo sets itself from other keys.
@@ -234,6 +234,8 @@ def _objective(cfg: Config) -> Iterator[str]:
             f"({algorithm.clip_ratio_high}) bound a single token's ratio, but `algorithm.policy_loss` is gspo, whose "
             "ratio is a mean over the response; the published values are 0.0003 and 0.0004"
         )
+    if algorithm.score_centering:
+        yield from _score_centering(cfg)
     if kl.loss_coeff and kl.reward_coeff:
         yield (
             f"`algorithm.kl.loss_coeff` ({kl.loss_coeff}) and `algorithm.kl.reward_coeff` ({kl.reward_coeff}) would "
@@ -248,6 +250,24 @@ def _objective(cfg: Config) -> Iterator[str]:
         yield (
             f"`filter_groups.function` ({cfg.filter_groups.function}) is not asked where `filter_groups.enable` is "
             "false; set that to true, or leave the function out"
+        )
+
+
+def _score_centering(cfg: Config) -> Iterator[str]:
+    """It centers the gradient of single tokens' ratios."""
+    algorithm, own = cfg.algorithm, f"`algorithm.score_centering` ({cfg.algorithm.score_centering})"
+    loss = algorithm.policy_loss
+    if loss not in ("clip", "cispo"):
+        yield f"{own} does not fit `algorithm.policy_loss` ({loss}); take clip or cispo, or set it to 0"
+    if algorithm.rollout_correction.mode != "none" and algorithm.rollout_correction.level != "token":
+        yield (
+            f"{own} needs weights of single tokens, and `algorithm.rollout_correction.level` is "
+            f"{algorithm.rollout_correction.level}; take token, or set it to 0"
+        )
+    if algorithm.entropy_top_share < 1:
+        yield (
+            f"{own} centers all tokens, and `algorithm.entropy_top_share` ({algorithm.entropy_top_share}) trains on "
+            "some; set one of them to its default"
         )
 
 

@@ -80,7 +80,11 @@ def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
 
 
 def training_sampling(cfg: Config) -> Sampling:
-    return replace(sampling_of(cfg.rollout, cfg.data.max_response_length), support=support_size(cfg))
+    return replace(
+        sampling_of(cfg.rollout, cfg.data.max_response_length),
+        support=support_size(cfg),
+        support_logprobs=cfg.algorithm.score_centering > 0,
+    )
 
 
 async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:

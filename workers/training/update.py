@@ -219,12 +219,12 @@ class Updater:
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
-            logprobs, entropy = self._policy(batch)
+            logprobs, entropy, of_support = self._policy(batch)
             proximal = logprobs.detach() if old is None else old[k]
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             if kept is not None:
                 constants = replace(constants, correction=constants.correction * kept[k])
-            result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss)
+            result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss, of_support)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss, and each has the gradient through its own tokens.
             broken = math.nan if fault_point("actor.loss") == "nan" else 1.0
@@ -255,6 +255,7 @@ class Updater:
             advantages=batch.advantages,
             weights=batch.weights,
             segment_ids=batch.segment_ids,
+            support_logprobs=batch.support_logprobs,
         )
         return constants, correction
 
