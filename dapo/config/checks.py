@@ -72,6 +72,13 @@ def doubts(cfg: Config) -> Iterator[str]:
             "further than up, the contrary of DAPO's clip-higher (0.2 and 0.28); exchange them if that is not meant"
         )
 
+    staleness, algorithm = cfg.filter_groups.max_staleness, cfg.algorithm
+    if staleness and algorithm.rollout_correction.mode == "none" and not algorithm.score_centering:
+        yield (
+            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and nothing corrects for "
+            "it; set `algorithm.rollout_correction.mode` (truncate or mask) or `algorithm.score_centering`"
+        )
+
 
 def _sources(cfg: Config) -> Iterator[str]:
     data = cfg.data
@@ -272,18 +279,12 @@ def _score_centering(cfg: Config) -> Iterator[str]:
 
 
 def _correction(cfg: Config) -> Iterator[str]:
-    correction, staleness = cfg.algorithm.rollout_correction, cfg.filter_groups.max_staleness
+    correction = cfg.algorithm.rollout_correction
     if correction.use_rollout_logprobs and correction.mode != "none":
         yield (
             f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
             "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
             "would count twice: set mode to none or use_rollout_logprobs to false"
-        )
-    if staleness and correction.mode == "none":
-        yield (
-            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
-            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
-            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
         )
     if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
         yield (
