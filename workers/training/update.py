@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.objective import Constants, Correction, objective, rollout_correction
 from dapo.algorithm.own.loading import OwnFunction
 from dapo.algorithm.schedule import learning_rates
@@ -177,6 +178,21 @@ class Updater:
         logprobs = [self._policy(self._collate(sequences))[0] for sequences in micro_batches]
         reshard(self._policy)
         return _by_sequence(logprobs, micro_batches)
+
+    @torch.no_grad()
+    def probe(self, micro_batches: Sequence[Sequence[TrainSequence]], variant: Variant) -> list[list[Tensor]]:
+        """Returns log-probabilities by a variant of the policy, [micro-batches][sequences] of [R, 1 + K], on the CPU:
+        of the sampled token, then of its support, NaN for padding."""
+        found = []
+        with self._policy.varied(variant):
+            for batch in map(self._collate, micro_batches):
+                logprobs, _, likely = self._policy(batch)
+                if likely is not None and batch.support_logprobs is not None:
+                    likely = likely.masked_fill(batch.support_logprobs.isinf(), math.nan)
+                    logprobs = torch.cat([logprobs[:, None], likely], dim=1)
+                found.append(logprobs)
+        reshard(self._policy)
+        return _by_sequence(found, micro_batches)
 
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         shared = shares_prompts(self._cfg)

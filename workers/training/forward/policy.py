@@ -5,7 +5,8 @@ Logits are computed only where a sampled token is predicted. Response tokens tha
 read, like the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.packing import worth_sharing
 from dapo.types import TrainSequence
 from workers.training.forward.attention import Segments, SharedPrompts
@@ -162,12 +164,23 @@ class PackedPolicy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.truncated = truncated
+        self.variant = Variant()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             for name, value in vars(module).items():  # rates of models that call torch's functions
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
+
+    @contextmanager
+    def varied(self, variant: Variant) -> Iterator[None]:
+        """Changes what `forward` computes. Without gradients only."""
+        before = self.temperature, self.variant
+        self.temperature, self.variant = self.temperature * variant.temperature, variant
+        try:
+            yield
+        finally:
+            self.temperature, self.variant = before
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities [R], entropy [R] and log-probabilities of the support [R, K], if the batch has one,
