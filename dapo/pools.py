@@ -9,7 +9,7 @@ from typing import Protocol
 import psutil
 
 from dapo.ground.usage import RankUse, resident_bytes
-from dapo.types import Float32Array, Prompt, Request, Response, Score, TrainBatch, TrainSequence
+from dapo.types import Float32Array, Int32Array, Prompt, Request, Response, Sampling, Score, TrainBatch, TrainSequence
 
 
 class RolloutPool(Protocol):
@@ -129,12 +129,16 @@ class ActorPool(Protocol):
         """Stops all ranks and starts new ones, at policy version 0."""
 
 
+Compare = Callable[[Sequence[Int32Array], Sampling, int, float], Awaitable[dict[str, float]]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
     """The workers of a run, composed in `dapo.driver.fleet.build_pools`.
 
     sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
+    compare(prompts, sampling, seed, stale): the metrics `mismatch/` (`dapo.algorithm.mismatch`), with `weights` held.
     leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. gpus:
     of all workers.
     """
@@ -144,6 +148,7 @@ class Pools:
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    compare: Compare | None = None
     leave_gpus: Callable[[], Awaitable[None]] | None = None
     lender: Lender | None = None
     gpus: int = 0

@@ -78,6 +78,11 @@ class Sampling:
     support_logprobs: bool = False
     experts: bool = False
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -105,7 +110,8 @@ class VersionSpan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
     """The engine's most likely tokens at each of R positions. Under truncated sampling (top-k, top-p, min-p) they are
-    all tokens that could be sampled there, so that actors can compute the same distribution.
+    all tokens that could be sampled there, so that actors can compute the same distribution; else those that Score
+    Centering needs.
 
     counts: [R] uint16, tokens per position; 0 where the policy did not sample. token_ids: [sum of counts], position by
     position, the most likely first. logprobs: of the sampling policy, likewise; None unless they were asked for.

@@ -72,7 +72,7 @@ def packed_gradients(model_dir: Path, groups: list[Group], cfg: Config) -> tuple
     policy = PackedPolicy(model, TEMPERATURE)
     [sequences] = build_batch(groups, cfg, version=0).minibatches
     batch = collate(sequences, CPU)
-    logprobs, entropy = policy(batch)
+    logprobs, entropy, _ = policy(batch)
     correction = rollout_correction(
         logprobs.detach(), batch.rollout_logprobs, batch.segment_ids, cfg.algorithm.rollout_correction
     )

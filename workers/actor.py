@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 
+from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.own.loading import Source, load, source_of
 from dapo.config.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
 from dapo.config.node_environment import check_allocator
@@ -111,6 +112,14 @@ class ActorWorker:
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
         try:
             return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
+        finally:
+            self._release()
+
+    def probe(self, micro_batches: MicroBatches, variant: Variant) -> list[Float32Array]:
+        """Returns [R, 1 + K] for every sequence (`Updater.probe`), in the order of the micro-batches."""
+        try:
+            found = self._updater.probe(micro_batches, variant)
+            return [values.numpy() for of_micro_batch in found for values in of_micro_batch]
         finally:
             self._release()
 
@@ -285,19 +294,31 @@ class ActorPool:
         return replace(updated[0], metrics=updated[0].metrics | metrics)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        return await self._logprobs(sequences, reference=True)
+        return await self._logprobs(
+            sequences, lambda worker, share: worker.logprobs.remote(share, reference=True), "the reference policy's"
+        )
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        return await self._logprobs(sequences, reference=False)
+        return await self._logprobs(
+            sequences, lambda worker, share: worker.logprobs.remote(share, reference=False), "the policy's"
+        )
 
-    async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
-        """Returns log-probabilities of the response tokens, [R] per sequence, in order."""
+    async def probe(self, sequences: Sequence[TrainSequence], variant: Variant) -> list[Float32Array]:
+        """Returns [R, 1 + K] per sequence, see `Updater.probe`."""
+        return await self._logprobs(
+            sequences, lambda worker, share: worker.probe.remote(share, variant), "a variant of the policy's"
+        )
+
+    async def _logprobs(
+        self, sequences: Sequence[TrainSequence], submit: Callable[[Any, Any], Any], whose: str
+    ) -> list[Float32Array]:
+        """Returns log-probabilities of the response tokens, per sequence, in order. submit: (worker, its share)."""
         shares, in_order = split_sequences(sequences, *self._bounds)
         works = [ray.put(share) for share in shares]
         results = await self._ranks.call(
-            lambda rank, worker: worker.logprobs.remote(works[rank // self._sequence_parallel], reference=reference),
+            lambda rank, worker: submit(worker, works[rank // self._sequence_parallel]),
             self._cfg.actor.timeout_s,
-            f"the {'reference policy' if reference else 'policy'}'s log-probabilities",
+            f"{whose} log-probabilities",
             "actor.timeout_s",
         )
         return in_order(results[:: self._sequence_parallel])

@@ -32,6 +32,7 @@ def canary_sequence(prompt: Int32Array, response: Response) -> TrainSequence:
         advantage=0.0,
         token_weight=0.0,
         staleness=np.zeros(len(response.token_ids), dtype=np.int32),
+        support=response.support,
         prompt_experts=None if response.experts is None else response.experts[: len(prompt) - 1],
         experts=None if response.experts is None else response.experts[len(prompt) - 1 :],
     )
@@ -267,6 +268,21 @@ class RolloutPool:
         responses = self._from(slot, name, self._prompt, sampling, {0: unfinished})
         [response] = [response async for _, response in responses]
         return canary_sequence(self._prompt, response)
+
+    async def probe(self, prompts: Sequence[Int32Array], sampling: Sampling, seed: int) -> list[TrainSequence]:
+        """Returns one response of one engine to each prompt, outside of the counts of what engines do; none if no
+        engine serves."""
+        serving = [slot for slot in self._slots if slot.serving]
+        if not serving:
+            return []
+
+        async def one(number: int, prompt: Int32Array) -> TrainSequence:
+            unfinished = Unfinished(seed=seed + number)
+            parts = self._from(serving[0], f"probe-{seed}-{number}", prompt, sampling, {0: unfinished})
+            [response] = [response async for _, response in parts]
+            return canary_sequence(prompt, response)
+
+        return list(await asyncio.gather(*map(one, range(len(prompts)), prompts)))
 
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines, which hold the current weights."""

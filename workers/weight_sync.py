@@ -20,9 +20,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dapo.algorithm.mismatch import (
+    Probe,
+    Variant,
+    actor_probe,
+    budget,
+    engine_probe,
+    helps,
+    temperature_factor,
+    together,
+)
 from dapo.config.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.config.schema import Config
-from dapo.types import Float32Array, TrainSequence
+from dapo.types import Float32Array, Int32Array, Sampling, TrainSequence
 from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint
 
@@ -45,6 +55,7 @@ class WeightSource(Protocol):
     async def close_weights(self, transport: str) -> None: ...
     async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket: ...
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
+    async def probe(self, sequences: Sequence[TrainSequence], variant: Variant) -> list[Float32Array]: ...
 
 
 class WeightSink(Protocol):
@@ -66,6 +77,7 @@ class WeightSink(Protocol):
     async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None: ...
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool: ...
     async def canaries(self, members: Sequence[int]) -> list[TrainSequence]: ...
+    async def probe(self, prompts: Sequence[Int32Array], sampling: Sampling, seed: int) -> list[TrainSequence]: ...
     async def sleep_lighter(self, why: str) -> bool: ...
     def admit(self, members: Sequence[int]) -> None: ...
     def refuse(self, reason: str) -> None: ...
@@ -144,6 +156,30 @@ class WeightSync:
                     raise RemoteError(f"{before}; and once more: {error}") from error
                 before = error
         return None
+
+    async def compare(
+        self, prompts: Sequence[Int32Array], sampling: Sampling, seed: int, stale: float
+    ) -> dict[str, float]:
+        """Returns the metrics `mismatch/` (`dapo.algorithm.mismatch`): an engine answers the prompts, and the actors
+        compute the log-probabilities of its tokens in several ways. The caller holds `lock`, after a sync."""
+        sequences = [one for one in await self._engines.probe(prompts, sampling, seed) if len(one.rollout_logprobs)]
+        if not sequences:
+            return {}
+        engine = engine_probe(sequences)
+
+        async def by(variant: Variant) -> Probe:
+            return actor_probe(await self._actors.probe(sequences, variant), engine.likely.shape[1])
+
+        variants = {"as_is": await by(Variant())}
+        single = {
+            "temperature": Variant(temperature=temperature_factor(engine, variants["as_is"])),
+            "head": Variant(other_head=True),
+        }
+        for cause, variant in single.items():
+            variants[cause] = await by(variant)
+        helpful = helps(engine, variants)
+        variants["all"] = await by(together([single[cause] for cause in helpful]))
+        return budget(engine, variants, stale=stale)
 
     async def rest(self) -> None:
         """Puts the engines that share the actors' GPUs to sleep until a sync wakes them."""

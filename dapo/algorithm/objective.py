@@ -22,7 +22,8 @@ class Constants:
     correction: factor of the policy loss (`rollout_correction`; 0 for tokens left out by
     `algorithm.entropy_top_share`). weights: `dapo.loss.token_weights`; a token of weight 0 is masked: its other values,
     NaN included, affect neither loss nor gradient nor metrics. segment_ids: int, the response of each token, counted
-    from 0.
+    from 0. support_logprobs: [R, K], the engine's log-probabilities of its most likely tokens, padded by -inf; only
+    with `algorithm.score_centering`.
     """
 
     old_logprobs: Tensor
@@ -31,6 +32,7 @@ class Constants:
     advantages: Tensor
     weights: Tensor
     segment_ids: Tensor
+    support_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,16 @@ class Objective:
 
 
 def objective(
-    logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig, own_loss: OwnFunction | None = None
+    logprobs: Tensor,
+    entropy: Tensor,
+    constants: Constants,
+    cfg: AlgorithmConfig,
+    own_loss: OwnFunction | None = None,
+    support_logprobs: Tensor | None = None,
 ) -> Objective:
     """Returns the objective. logprobs, entropy: of the policy, [R], with gradient (entropy: if `entropy_coeff` is not
-    0). own_loss: user-defined function in place of the built-in loss (`algorithm.policy_loss`)."""
+    0). own_loss: user-defined function in place of the built-in loss (`algorithm.policy_loss`). support_logprobs: of
+    the policy, [R, K], with gradient, for the tokens of `constants.support_logprobs`."""
     masked = constants.weights == 0
 
     def keep(values: Tensor) -> Tensor:
@@ -69,6 +77,9 @@ def objective(
     else:
         per_token, stats = own_policy_loss(own_loss, logprobs, old_logprobs, advantages, segments, cfg)
     per_token = per_token * keep(constants.correction)
+    if support_logprobs is not None and constants.support_logprobs is not None:
+        centering = score_centering(support_logprobs, constants.support_logprobs, cfg.rollout_correction)
+        per_token = per_token + advantages * keep(centering)
     kl = logprobs.new_zeros(logprobs.shape)
     if constants.ref_logprobs is not None:
         kl = keep(kl_penalty(logprobs, keep(constants.ref_logprobs), cfg.kl.estimator))
@@ -104,6 +115,30 @@ def _policy_loss(
             return policy_loss(
                 logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c
             )
+
+
+def score_centering(logprobs: Tensor, rollout_logprobs: Tensor, cfg: RolloutCorrectionConfig) -> Tensor:
+    """Returns the term C of Score Centering (arXiv 2609.20807, Eq. 14) per token, [R]: its gradient is the mean of
+    w(v) grad log p(v) over tokens v that the engine samples.
+
+    logprobs, rollout_logprobs: of the policy p, with gradient, and of the engine q, for the engine's most likely tokens
+    H of each position, both [R, K]; rollout_logprobs is -inf at padding. Outside of H the engine is taken to sample in
+    proportion to the policy: q = rho p, rho = (1 - q(H)) / (1 - p(H)). w: the weight of `rollout_correction` on level
+    token. Without tokens outside of H (truncated sampling) C is exact.
+    """
+    present = rollout_logprobs > -torch.inf
+    p, q = logprobs.detach().exp().masked_fill(~present, 0.0), rollout_logprobs.exp()
+    rho = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=1e-6)
+    match cfg.mode:
+        case "truncate":  # w = min(p / q, upper)
+            mass, tail = torch.minimum(p, cfg.upper * q), (cfg.upper * rho).clamp(max=1.0)
+        case "mask":  # w = p / q within the bounds, else 0
+            mass = p.where((p >= cfg.lower * q) & (p <= cfg.upper * q), 0.0)
+            tail = ((1 >= cfg.lower * rho) & (1 <= cfg.upper * rho)).to(p.dtype)
+        case _:
+            mass, tail = q, rho
+    # The tail's part, the sum of tail x p grad log p outside of H, is minus the same sum over H.
+    return ((mass - tail * p) * logprobs.masked_fill(~present, 0.0)).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

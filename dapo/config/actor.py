@@ -230,4 +230,12 @@ class WeightSyncConfig:
         "policy, in nats; above it the batch is set aside before the optimizer step, because the engines sample from "
         "other weights than those trained, and three batches in a row end the run",
     )
+    compare_every: int = at_least(
+        0,
+        10,
+        "steps between measurements of where the difference of log-probabilities between engines and actors comes from "
+        "(metrics `mismatch/`)",
+        "; 0: none",
+        resume="harmless",
+    )
     timeout_s: float = positive(600.0, "longest sync in seconds")

@@ -38,6 +38,7 @@ ADVANTAGES = {
     ),
 }
 KL_ESTIMATORS = ("k1", "k2", "k3")
+MAX_SUPPORT = 1024  # tokens per position that an engine returns in training
 CORRECTION_MODES = ("none", "truncate", "mask")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 ACTOR = "actor_rollout_ref.actor"  # of verl's names
@@ -195,3 +196,11 @@ class AlgorithmConfig:
         0, 0.0, "factor of the entropy bonus", verl=f"{ACTOR}.entropy_coeff", trl="entropy_coef"
     )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    score_centering: int = key(
+        0,
+        "most likely tokens of a position whose log-probabilities the engines return, so that the loss can subtract "
+        "the gradient that the advantage has on average under the engine (arXiv 2609.20807); with truncated sampling "
+        "all that could be sampled, whatever the number; 0: off; 128 is the published value",
+        values=f"0 to {MAX_SUPPORT}",
+        holds=lambda value: 0 <= value <= MAX_SUPPORT,
+    )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
+from dapo.config.algorithm import MAX_SUPPORT
 from dapo.config.names import ENGINE
 from dapo.config.rules.engine import (
     arguments,
@@ -18,7 +19,6 @@ from dapo.config.rules.engine import (
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward import code, judge, reward_model, waits
-from dapo.config.sampling import MAX_SUPPORT
 from dapo.config.schema import Config
 
 # Engine arguments that dapo sets itself from other keys.
@@ -80,6 +80,13 @@ def doubts(cfg: Config) -> Iterator[str]:
         yield (
             f"`algorithm.clip_ratio_low` ({low}) is above `algorithm.clip_ratio_high` ({high}): tokens are let down "
             "further than up, the contrary of DAPO's clip-higher (0.2 and 0.28); exchange them if that is not meant"
+        )
+
+    staleness, algorithm = cfg.filter_groups.max_staleness, cfg.algorithm
+    if staleness and algorithm.rollout_correction.mode == "none" and not algorithm.score_centering:
+        yield (
+            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and nothing corrects for "
+            "it; set `algorithm.rollout_correction.mode` (truncate or mask) or `algorithm.score_centering`"
         )
 
 
@@ -244,6 +251,8 @@ def _objective(cfg: Config) -> Iterator[str]:
             f"({algorithm.clip_ratio_high}) bound a single token's ratio, but `algorithm.policy_loss` is gspo, whose "
             "ratio is a mean over the response; the published values are 0.0003 and 0.0004"
         )
+    if algorithm.score_centering:
+        yield from _score_centering(cfg)
     if kl.loss_coeff and kl.reward_coeff:
         yield (
             f"`algorithm.kl.loss_coeff` ({kl.loss_coeff}) and `algorithm.kl.reward_coeff` ({kl.reward_coeff}) would "
@@ -261,19 +270,31 @@ def _objective(cfg: Config) -> Iterator[str]:
         )
 
 
+def _score_centering(cfg: Config) -> Iterator[str]:
+    """It centers the gradient of single tokens' ratios."""
+    algorithm, own = cfg.algorithm, f"`algorithm.score_centering` ({cfg.algorithm.score_centering})"
+    loss = algorithm.policy_loss
+    if loss not in ("clip", "cispo"):
+        yield f"{own} does not fit `algorithm.policy_loss` ({loss}); take clip or cispo, or set it to 0"
+    if algorithm.rollout_correction.mode != "none" and algorithm.rollout_correction.level != "token":
+        yield (
+            f"{own} needs weights of single tokens, and `algorithm.rollout_correction.level` is "
+            f"{algorithm.rollout_correction.level}; take token, or set it to 0"
+        )
+    if algorithm.entropy_top_share < 1:
+        yield (
+            f"{own} centers all tokens, and `algorithm.entropy_top_share` ({algorithm.entropy_top_share}) trains on "
+            "some; set one of them to its default"
+        )
+
+
 def _correction(cfg: Config) -> Iterator[str]:
-    correction, staleness = cfg.algorithm.rollout_correction, cfg.filter_groups.max_staleness
+    correction = cfg.algorithm.rollout_correction
     if correction.use_rollout_logprobs and correction.mode != "none":
         yield (
             f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
             "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
             "would count twice: set mode to none or use_rollout_logprobs to false"
-        )
-    if staleness and correction.mode == "none":
-        yield (
-            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
-            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
-            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
         )
     if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
         yield (

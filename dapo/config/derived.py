@@ -88,7 +88,7 @@ def truncates(sampling: SamplingConfig) -> bool:
 def support_size(cfg: Config) -> int:
     """Returns the most tokens per position that engines return in training, most likely first; 0: none."""
     # The k-th most likely token may have equals, which vLLM keeps too.
-    return cfg.rollout.top_k + EQUALS if truncates(cfg.rollout) else 0
+    return cfg.rollout.top_k + EQUALS if truncates(cfg.rollout) else cfg.algorithm.score_centering
 
 
 def optimizer_steps(cfg: Config) -> int:

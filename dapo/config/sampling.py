@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.config.algorithm import MAX_SUPPORT
 from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, own, positive, section, share
 from dapo.config.reward import RewardFunctionConfig
 
@@ -41,7 +42,6 @@ ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
-MAX_SUPPORT = 1024  # tokens per position that an engine returns in training
 TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM accepts
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
 # Arguments of transformers' `apply_chat_template` that no template reads, or that dapo sets itself.

@@ -105,6 +105,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             actors=actors,
             sync_weights=sync,
             weights=sync.lock,
+            compare=sync.compare if isinstance(sync, WeightSync) else None,
             leave_gpus=leave_gpus if lender is None else lender.leave,
             lender=lender,
             gpus=count_gpus(cfg, device),

@@ -5,16 +5,18 @@ refused batches aside.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dapo.algorithm.batch import has_signal
+from dapo.algorithm.mismatch import LIKELY, PROBES, SAMPLED
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.driver.lost_ranks import unless_lost
 from dapo.driver.refusals import Refusals
 from dapo.evaluation.background import Evaluations
 from dapo.ground.clock import PhaseClock
-from dapo.ground.console import take_repeated
+from dapo.ground.console import take_repeated, warn
 from dapo.ground.fault_points import fault_point
 from dapo.ground.signals import finish
 from dapo.ground.time_limit import TimeLimit
@@ -23,6 +25,7 @@ from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.stream import training_sampling
 from dapo.state.batches import Batches, stream_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.saving import Saver
@@ -158,15 +161,36 @@ class Session(Around):
         return updated
 
     async def syncing(self, trained: Trained, sync: Callable[[], Awaitable[None]]) -> None:
+        mismatch: dict[str, float] = {}
         try:
             await self.evaluations.trained(self.version)
             with self.clock("sync"):
                 await sync()
+                mismatch = await self._mismatch(trained)
         finally:  # the step is trained and will be saved, so it is logged even if the sync failed
-            self._report(trained)
+            self._report(trained, mismatch)
 
-    def _report(self, trained: Trained) -> None:
-        update = trained.updated.metrics | self._order.metrics() | self._pools.lap()
+    async def _mismatch(self, trained: Trained) -> dict[str, float]:
+        """Returns why engines and actors differ, at the steps of `weight_sync.compare_every`."""
+        every, compare = self._cfg.weight_sync.compare_every, self._pools.compare
+        if compare is None or not every or self.version % every:
+            return {}
+        sampling = training_sampling(self._cfg)
+        most = min(SAMPLED, sampling.max_tokens)
+        likely = sampling.support if sampling.truncates else LIKELY
+        sampling = replace(sampling, n=1, max_tokens=most, support=likely, support_logprobs=True)
+        prompts = [group.draw.prompt.token_ids for group in trained.collected.groups[:PROBES]]
+        stale = trained.updated.metrics.get("parity/mean_abs_logprob_diff", 0.0)
+        try:
+            return await compare(prompts, sampling, self.version * PROBES, stale)
+        except ActorsLost:
+            raise
+        except RuntimeError as error:
+            warn(f"`weight_sync.compare_every`: engines and actors were not compared: {error}")
+            return {}
+
+    def _report(self, trained: Trained, mismatch: dict[str, float]) -> None:
+        update = trained.updated.metrics | mismatch | self._order.metrics() | self._pools.lap()
         seconds, totals = self.clock.lap(), self.buffer.metrics()
         collected, gpus = trained.collected, self._pools.gpus
         metrics = step_metrics(collected, trained.batch, update, seconds, totals, gpus=gpus)

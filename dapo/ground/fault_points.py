@@ -1,9 +1,9 @@
 """Injects a fault at a named point, for tests of recovery: `DAPO_FAULT=POINT:ACTION@N[,...]`.
 
 Ray's workers inherit these environment variables from the driver. N counts how often a process passes the point, from
-1; with `DAPO_FAULT_ONCE=DIRECTORY` only the first process that gets there fails. Actions: `kill`, `stop` and `term`
-(signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk), `sleep` (`SLEEP_S`); any other is
-returned, and the code at the point defines its meaning.
+1; `*` stands for every time. With `DAPO_FAULT_ONCE=DIRECTORY` only the first process that gets there fails. Actions:
+`kill`, `stop` and `term` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk), `sleep`
+(`SLEEP_S`); any other is returned, and the code at the point defines its meaning.
 """
 
 import errno
@@ -30,7 +30,7 @@ def fault_point(point: str) -> str:
     for fault in faults.split(","):
         where, _, rest = fault.partition(":")
         action, _, count = rest.partition("@")
-        if where == point and int(count) == _passed[point] and _is_first(fault):
+        if where == point and count in ("*", str(_passed[point])) and _is_first(fault):
             return _do(action, point)
     return ""
 

@@ -80,8 +80,12 @@ def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
 
 
 def training_sampling(cfg: Config) -> Sampling:
-    sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
-    return replace(sampling, support=support_size(cfg), experts=cfg.rollout.replay_experts)
+    return replace(
+        sampling_of(cfg.rollout, cfg.data.max_response_length),
+        support=support_size(cfg),
+        support_logprobs=cfg.algorithm.score_centering > 0,
+        experts=cfg.rollout.replay_experts,
+    )
 
 
 async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:

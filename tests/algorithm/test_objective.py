@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo.algorithm.objective import Constants, Objective, objective, rollout_correction
+from dapo.algorithm.objective import Constants, Objective, objective, rollout_correction, score_centering
 from dapo.config.algorithm import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
@@ -67,7 +67,8 @@ def run(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmC
 
 
 def taken(constants: Constants, index: Tensor) -> Constants:
-    return Constants(**{f.name: getattr(constants, f.name)[index] for f in dataclasses.fields(Constants)})
+    values = {f.name: getattr(constants, f.name) for f in dataclasses.fields(Constants)}
+    return Constants(**{name: None if value is None else value[index] for name, value in values.items()})
 
 
 def assert_same(left: Objective, right: Objective, index: Tensor | slice = slice(None)) -> None:
@@ -86,7 +87,7 @@ def test_decoupled_ppo_by_hand(mode, estimator):
     for lp, h, old, ref, c, a, w in zip(
         logprobs.tolist(),
         entropy.tolist(),
-        *(getattr(constants, f.name).tolist() for f in dataclasses.fields(Constants)[:-1]),
+        *(getattr(constants, f.name).tolist() for f in dataclasses.fields(Constants)[:-2]),
         strict=True,
     ):
         ratio, d = math.exp(lp - old), ref - lp
@@ -164,7 +165,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold(policy_loss, held, segm
     filled = {
         f.name: pad(getattr(constants, f.name), held)
         for f in dataclasses.fields(Constants)
-        if f.name not in ("weights", "segment_ids")
+        if f.name not in ("weights", "segment_ids", "support_logprobs")
     }
     ids = pad(constants.segment_ids, len(lengths) if segment == "own" else 0)
     padded = Constants(weights=pad(constants.weights, 0.0), segment_ids=ids, **filled)
@@ -246,3 +247,90 @@ def test_no_gradient_flows_through(mode, level):
     cfg = RolloutCorrectionConfig(mode=mode, level=level)
     result = rollout_correction(old, rollout, torch.tensor([0, 1, 1]), cfg)
     assert not any(t.requires_grad for t in (result.difference, result.ratio, result.weights, result.affected))
+
+
+CENTERED = [
+    RolloutCorrectionConfig(),
+    RolloutCorrectionConfig(mode="truncate", upper=1.05),
+    RolloutCorrectionConfig(mode="mask", lower=0.7, upper=1.5),
+]
+
+
+def expected_gradient(logits: Tensor, engine: Tensor, head: Tensor | None, cfg: RolloutCorrectionConfig) -> Tensor:
+    """The gradient by the logits [V] of one token's objective, on average over the tokens that the engine samples with
+    probabilities [V]: each is one row, and its probability the row's weight. head: tokens that the engine returns."""
+    size = len(logits)
+    logits = logits.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    correction = rollout_correction(logprobs.detach(), engine.log(), torch.arange(size), cfg)
+    constants = Constants(
+        old_logprobs=logprobs.detach(),
+        ref_logprobs=None,
+        correction=correction.weights,
+        advantages=torch.full((size,), -1.7, dtype=F64),
+        weights=engine,
+        segment_ids=torch.arange(size),
+        support_logprobs=None if head is None else engine[head].log().expand(size, -1),
+    )
+    given = None if head is None else logprobs[head].expand(size, -1)
+    objective(
+        logprobs, torch.zeros(size), constants, AlgorithmConfig(rollout_correction=cfg), None, given
+    ).loss.backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize("correction", CENTERED, ids=lambda cfg: cfg.mode)
+def test_score_centering_cancels_what_an_advantage_does_on_average(correction: RolloutCorrectionConfig) -> None:
+    """By enumeration of a small vocabulary (arXiv 2609.20807): with every token returned, whatever the engine samples;
+    with its most likely ones, where it samples the others in proportion to the policy."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        logits, other = 1.5 * torch.randn(2, 9, dtype=F64, generator=generator)
+        engine = (logits + 0.5 * other).softmax(-1)
+        drift = expected_gradient(logits, engine, None, correction)
+        assert drift.abs().max() > 1e-4
+        everything = torch.randperm(9, generator=generator)
+        assert expected_gradient(logits, engine, everything, correction).abs().max() < 1e-12
+        head = engine.topk(4).indices
+        tail = torch.ones(9, dtype=torch.bool).index_fill(0, head, False)
+        scaled = engine.clone()
+        scaled[tail] = logits.softmax(-1)[tail]
+        scaled[tail] *= (1 - engine[head].sum()) / scaled[tail].sum()
+        assert expected_gradient(logits, scaled, head, correction).abs().max() < 1e-12
+        # Where the tail is another, the head alone removes most of the drift, not all.
+        left = expected_gradient(logits, engine, head, RolloutCorrectionConfig())
+        assert 0 < left.norm() < expected_gradient(logits, engine, None, RolloutCorrectionConfig()).norm()
+
+
+@pytest.mark.parametrize("correction", CENTERED, ids=lambda cfg: cfg.mode)
+def test_the_gradient_of_the_centering_term_is_the_mean_score_written_out(correction: RolloutCorrectionConfig) -> None:
+    """Token by token over the whole vocabulary; rows have different numbers of tokens."""
+    generator = torch.Generator().manual_seed(6)
+    rows, size = 5, 8
+    logits = torch.randn(rows, size, dtype=F64, generator=generator).requires_grad_()
+    engine = (logits.detach() + 0.6 * torch.randn(rows, size, dtype=F64, generator=generator)).softmax(-1)
+    heads = [engine[row].topk(row + 1).indices for row in range(rows)]
+    ids = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True)
+    present = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in heads], batch_first=True).bool()
+    own = logits.log_softmax(-1).gather(1, ids).masked_fill(~present, 0.0)
+    given = engine.log().gather(1, ids).masked_fill(~present, -math.inf)
+    score_centering(own, given, correction).sum().backward()
+    found, logits.grad = logits.grad, None
+    total = torch.zeros((), dtype=F64)
+    for row, head in enumerate(heads):
+        p = logits[row].log_softmax(-1)
+        inside = set(head.tolist())
+        outside = [v for v in range(size) if v not in inside]
+        rho = (1 - sum(float(engine[row, v]) for v in inside)) / sum(float(p[v].exp()) for v in outside)
+        for v in range(size):
+            q = float(engine[row, v]) if v in inside else rho * float(p[v].exp())
+            ratio = float(p[v].exp()) / q
+            weight = {
+                "none": 1.0,
+                "truncate": min(ratio, correction.upper),
+                "mask": ratio if correction.lower <= ratio <= correction.upper else 0.0,
+            }[correction.mode]
+            total = total + q * weight * p[v]
+    total.backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-12, rtol=0)

@@ -24,6 +24,8 @@ def test_a_point_is_broken_at_the_passing_that_was_named_and_no_other_point(monk
     assert passings("a.b", 6) == ["", "", "wrong", "", "late", ""], "none was counted before"
     assert passings("c", 2) == ["odd", ""]
     assert passings("a", 3) == [""] * 3 and passings("a.b.c", 3) == [""] * 3
+    monkeypatch.setenv(VARIABLE, "a:wrong@*")
+    assert passings("a", 2) == ["wrong"] * 2
 
 
 def test_with_a_directory_the_first_process_alone_is_broken(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dapo.config.derived import shares_gpus
+from dapo.config.derived import shares_gpus, truncates
 from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
 from workers.training.files.loading import load_buffers, load_parameters, meta_model, settle_frequencies
@@ -59,7 +59,12 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
         raise ValueError(problems[0])  # for a hub name, which only the ranks look up
     if why := why_unpackable(model):
         raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}")
-    return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
+    return PackedPolicy(
+        model,
+        cfg.rollout.temperature,
+        entropy_gradient=cfg.algorithm.entropy_coeff != 0,
+        truncated=truncates(cfg.rollout),
+    )
 
 
 def _fill(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:

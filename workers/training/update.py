@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.objective import Constants, Correction, objective, rollout_correction
 from dapo.algorithm.own.loading import OwnFunction
 from dapo.algorithm.schedule import learning_rates
@@ -178,6 +179,21 @@ class Updater:
         reshard(self._policy)
         return _by_sequence(logprobs, micro_batches)
 
+    @torch.no_grad()
+    def probe(self, micro_batches: Sequence[Sequence[TrainSequence]], variant: Variant) -> list[list[Tensor]]:
+        """Returns log-probabilities by a variant of the policy, [micro-batches][sequences] of [R, 1 + K], on the CPU:
+        of the sampled token, then of its support, NaN for padding."""
+        found = []
+        with self._policy.varied(variant):
+            for batch in map(self._collate, micro_batches):
+                logprobs, _, likely = self._policy(batch)
+                if likely is not None and batch.support_logprobs is not None:
+                    likely = likely.masked_fill(batch.support_logprobs.isinf(), math.nan)
+                    logprobs = torch.cat([logprobs[:, None], likely], dim=1)
+                found.append(logprobs)
+        reshard(self._policy)
+        return _by_sequence(found, micro_batches)
+
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         shared = shares_prompts(self._cfg)
         return collate(sequences, self._device, self._mesh.sequence_parallel, share_prompts=shared)
@@ -222,12 +238,12 @@ class Updater:
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
-            logprobs, entropy = self._policy(batch)
+            logprobs, entropy, of_support = self._policy(batch)
             proximal = logprobs.detach() if old is None else old[k]
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             if kept is not None:
                 constants = replace(constants, correction=constants.correction * kept[k])
-            result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss)
+            result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss, of_support)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss, and each has the gradient through its own tokens.
             broken = math.nan if fault_point("actor.loss") == "nan" else 1.0
@@ -258,6 +274,7 @@ class Updater:
             advantages=batch.advantages,
             weights=batch.weights,
             segment_ids=batch.segment_ids,
+            support_logprobs=batch.support_logprobs,
         )
         return constants, correction
 

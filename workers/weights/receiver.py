@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
+from dapo.ground.fault_points import fault_point
 from dapo.sandbox.kernel import die_with
 from workers.rendezvous import find_store
 from workers.weights.bucket import BACKEND, digest
@@ -163,10 +164,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     def _tensors(self, data: Tensor, bucket: BucketUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         """Yields copies: the loader keeps tensors until their layer is complete, maybe a bucket later."""
         dtype = getattr(torch, bucket.dtype)
+        coarse = fault_point("engine.weights") == "round"
         elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
         for name, shape, start in bucket.tensors:
             view = elements[start : start + torch.Size(shape).numel()].view(shape)
-            yield name, view.to(self._device, copy=True)
+            copy = view.to(self._device, copy=True)
+            yield name, rounded(copy) if coarse and copy.dim() > 1 else copy
 
     def finish_weight_update(self) -> None:
         """Restores the kernel layout. Fails if a parameter of the engine got no new value."""
@@ -192,6 +195,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         source, self._source, self.failure = self._source, None, ""
         if source is not None:
             source.close()
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Returns the weight in 255 steps between its extremes, for tests of a coarse engine."""
+    step = weight.abs().max() / 127
+    return (weight / step).round() * step
 
 
 class WeightReceiverExtension:

@@ -80,7 +80,7 @@ class BareRank:
         for k in work.order:
             for sequences in work.minibatches[k]:
                 batch = collate(sequences, torch.device("cpu"), share_prompts=self._shared)
-                logprobs, _ = self._policy(batch)
+                logprobs, *_ = self._policy(batch)
                 (-batch.weights * batch.advantages * logprobs).sum().backward()
         self._policy.zero_grad()
         return time.perf_counter() - began

@@ -23,15 +23,16 @@ def token_logprobs(
     *,
     entropy_gradient: bool = False,
     support: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes both under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head, or over
-    the tokens of `support`.
+    truncated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Computes them under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head or, if
+    truncated, over the tokens of `support`.
 
     hidden: [R, h]. labels: [R] int64. entropy_gradient: whether the entropy is differentiable; otherwise it is a
-    metric. support: [R, K] int, the tokens that could be sampled, the label among them, padded by -1. Returns (natural
-    log-probability of each label, entropy in nats), both [R], in float32 or wider. With R = 0 both are empty and
-    gradients zero, so that an FSDP rank without tokens still takes part. Raises ValueError unless the head is an
-    `nn.Linear`: only its weight and bias are used.
+    metric. support: [R, K] int, tokens of each position, padded by -1; the label is among them if truncated. Returns
+    (natural log-probability of each label, entropy in nats), both [R], in float32 or wider, and the log-probabilities
+    of the support [R, K], 0 for padding. With R = 0 they are empty and gradients zero, so that an FSDP rank without
+    tokens still takes part. Raises ValueError unless the head is an `nn.Linear`: only its weight and bias are used.
     """
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -40,7 +41,7 @@ def token_logprobs(
             "`model.lora.target_modules`"
         )
     return _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient, support
+        hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient, support, truncated
     )
 
 
@@ -88,33 +89,40 @@ class _TokenLogprobs(torch.autograd.Function):
         vocabulary: int,
         entropy_gradient: bool,
         support: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        truncated: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         logits = _Logits(hidden, weight, bias, temperature, vocabulary)
         # Not three views of one tensor: FSDP registers its backward hook on the outputs.
         logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=logits.dtype) for _ in range(3))
+        of_support = None if support is None else hidden.new_zeros(support.shape, dtype=logits.dtype)
         scratch = torch.empty_like(logits.product, dtype=logits.dtype)
         for where, z in logits.chunks():
             own = z.gather(-1, labels[where, None]).squeeze(-1)
-            if support is not None:
-                z = _of_support(z, support[where])
+            likely = None if support is None else _of_support(z, support[where])
+            if likely is not None and truncated:
+                z = likely.clone()
             largest = z.amax(dim=-1, keepdim=True)
             own.sub_(largest.squeeze(-1))
             z.sub_(largest)
-            exponentials = torch.exp(z, out=scratch[: len(z)]) if support is None else z.exp()
+            exponentials = z.exp() if truncated else torch.exp(z, out=scratch[: len(z)])
             total = exponentials.sum(dim=-1)
             log_total = total.log()
             logprobs[where] = own - log_total
             normalizer[where] = largest.squeeze(-1) + log_total
             entropy[where] = log_total - exponentials.mul_(z).sum(dim=-1) / total
+            if of_support is not None:
+                of_support[where] = (likely - normalizer[where, None]).masked_fill_(support[where] < 0, 0.0)
         ctx.save_for_backward(hidden, weight, bias, labels, support, normalizer, entropy if entropy_gradient else None)
-        ctx.temperature, ctx.vocabulary = temperature, vocabulary
+        ctx.temperature, ctx.vocabulary, ctx.truncated = temperature, vocabulary, truncated
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs, entropy, of_support
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor, support_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, support, normalizer, entropy = ctx.saved_tensors
         logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -124,19 +132,25 @@ class _TokenLogprobs(torch.autograd.Function):
         # With p = softmax(z): d logprob / dz = onehot - p, and d entropy / dz = -p * (log p + entropy).
         by_logprob = (logprobs_grad / ctx.temperature).unsqueeze(-1)
         by_entropy = (entropy_grad / ctx.temperature).unsqueeze(-1)
+        by_all = by_logprob
+        if support is not None:
+            by_support = (support_grad / ctx.temperature).masked_fill(support < 0, 0.0)
+            by_all = by_logprob + by_support.sum(dim=-1, keepdim=True)
         scratch = None if entropy is None else torch.empty_like(logits.product, dtype=logits.dtype)
         for where, whole in logits.chunks():
-            z = whole if support is None else _of_support(whole, support[where])
+            z = _of_support(whole, support[where]) if ctx.truncated else whole
             z.sub_(normalizer[where, None])
             if scratch is None:
-                grad = z.exp_().mul_(-by_logprob[where])
+                grad = z.exp_().mul_(-by_all[where])
             else:
-                probabilities = torch.exp(z, out=scratch[: len(z)]) if support is None else z.exp()
-                z.add_(entropy[where, None]).mul_(by_entropy[where]).add_(by_logprob[where])
+                probabilities = z.exp() if ctx.truncated else torch.exp(z, out=scratch[: len(z)])
+                z.add_(entropy[where, None]).mul_(by_entropy[where]).add_(by_all[where])
                 grad = z.mul_(probabilities).neg_()
-            if support is not None:
+            if ctx.truncated:
                 grad = whole.zero_().scatter_add_(1, _indices(support[where]), grad)
             grad.scatter_add_(1, labels[where, None], by_logprob[where])
+            if support is not None:
+                grad.scatter_add_(1, _indices(support[where]), by_support[where])
             if bias_grad is not None:
                 bias_grad[: ctx.vocabulary] += grad.sum(dim=0)
             # Reuse the product's buffer: the matrix products take the gradient in the model's dtype.
@@ -145,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad, logits.weight, out=hidden_grad[where])
             if weight_grad is not None:
                 _add_product(weight_grad[: ctx.vocabulary], grad.T, hidden[where])
-        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), None, None, None, None, None
+        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), *[None] * 6
 
 
 def _indices(support: Tensor) -> Tensor:

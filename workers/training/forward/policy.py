@@ -5,9 +5,11 @@ Logits are computed only where a sampled token is predicted. Response tokens tha
 read, like the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.packing import worth_sharing
 from dapo.types import Experts, TrainSequence
 from workers.training.forward.attention import Segments, SharedPrompts
@@ -37,9 +40,10 @@ class MicroBatch:
     segments: Segments
     predictors: Tensor  # [r] int64, indices into t of the tokens whose logits predict a sampled token
     labels: Tensor  # [r] int64, the sampled tokens
-    support: Tensor | None  # [r, K] int32, tokens that could be sampled in their places, padded by -1
+    support: Tensor | None  # [r, K] int32, token ids of `dapo.types.Support`, padded by -1
     counts: tuple[int, ...]  # r of each rank
     rollout_logprobs: Tensor  # [R] float32
+    support_logprobs: Tensor | None  # [R, K] float32, of `dapo.types.Support`, padded by -inf
     advantages: Tensor  # [R] float32
     weights: Tensor  # [R] float32
     segment_ids: Tensor  # [R] int64, index of the token's sequence
@@ -83,9 +87,10 @@ def collate(
         ),
         predictors=to(predict[mine] - rank * run),
         labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
-        support=None if (support := _padded(sequences)) is None else to(support[mine]),
+        support=None if (support := _padded(sequences, "token_ids", -1)) is None else to(support[mine]),
         counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
+        support_logprobs=None if (own := _padded(sequences, "logprobs", -np.inf)) is None else to(own),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
         segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
@@ -94,14 +99,15 @@ def collate(
     )
 
 
-def _padded(sequences: Sequence[TrainSequence]) -> NDArray[np.int32] | None:
-    """Returns the support of all sequences, [R, K]; None if they have none."""
-    parts = [sequence.support for sequence in sequences if sequence.support is not None]
+def _padded(sequences: Sequence[TrainSequence], name: str, padding: float) -> NDArray[Any] | None:
+    """Returns a field of the support of all sequences, [R, K]; None if they have none."""
+    supports = [sequence.support for sequence in sequences if sequence.support is not None]
+    parts = [values for support in supports if (values := getattr(support, name)) is not None]
     if not parts:
         return None
-    counts = np.concatenate([part.counts for part in parts])
-    padded = np.full((len(counts), counts.max(initial=1)), -1, np.int32)
-    padded[np.arange(padded.shape[1]) < counts[:, None]] = np.concatenate([part.token_ids for part in parts])
+    counts = np.concatenate([support.counts for support in supports])
+    padded = np.full((len(counts), counts.max(initial=1)), padding, parts[0].dtype)
+    padded[np.arange(padded.shape[1]) < counts[:, None]] = np.concatenate(parts)
     return padded
 
 
@@ -172,14 +178,19 @@ def _experts(routed: Sequence[tuple[int, Experts | None]], count: int) -> NDArra
 class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP. `model`
     must use an attention of `workers.training.forward.attention.implementation`. Dropout and the noise of expert
-    routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory."""
+    routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory.
+    truncated: whether probabilities are over the support of each position and not over the vocabulary."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False, truncated: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         take_experts(model)
+        self.truncated = truncated
+        self.variant = Variant()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -187,8 +198,19 @@ class PackedPolicy(nn.Module):
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (log-probabilities [R], entropy [R]) in nats, float32, equal on all sequence-parallel ranks."""
+    @contextmanager
+    def varied(self, variant: Variant) -> Iterator[None]:
+        """Changes what `forward` computes. Without gradients only."""
+        before = self.temperature, self.variant
+        self.temperature, self.variant = self.temperature * variant.temperature, variant
+        try:
+            yield
+        finally:
+            self.temperature, self.variant = before
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns log-probabilities [R], entropy [R] and log-probabilities of the support [R, K], if the batch has one,
+        in nats, float32, equal on all sequence-parallel ranks."""
         hidden = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
@@ -199,7 +221,7 @@ class PackedPolicy(nn.Module):
         ).last_hidden_state
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, of_support = token_logprobs(
             hidden,
             head,
             batch.labels,
@@ -207,9 +229,14 @@ class PackedPolicy(nn.Module):
             vocabulary,
             entropy_gradient=self.entropy_gradient,
             support=batch.support,
+            truncated=self.truncated and batch.support is not None,
         )
+        if batch.support_logprobs is None:
+            of_support = None
         if batch.segments.group is None:
-            return logprobs, entropy
+            return logprobs, entropy, of_support
         both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
         entropy = both[:, 1].clone()  # FSDP registers hooks on outputs; views would lose them
-        return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach()
+        if of_support is not None:
+            of_support = gather_rows(of_support, batch.counts, batch.segments.group)
+        return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach(), of_support

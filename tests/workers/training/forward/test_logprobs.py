@@ -1,5 +1,8 @@
 """Chunked log-probabilities and entropy against plain autograd over whole logits, and their memory."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,14 +26,20 @@ def plain(
     temperature: float,
     vocabulary: int,
     support: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    truncated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     logits = head(hidden)[:, :vocabulary]
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if support is not None:
+    if support is not None and truncated:
         kept = torch.stack([torch.isin(torch.arange(vocabulary), row) for row in support])
         scaled = scaled.masked_fill(~kept, -1e9)
     distribution = scaled.log_softmax(-1)
-    return distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+    own, entropy = distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+    if support is None:
+        return own, entropy, None
+    likely = [[distribution[row, token] * (token >= 0) for token in ids] for row, ids in enumerate(support.tolist())]
+    return own, entropy, torch.stack([torch.stack(row) for row in likely])
 
 
 def some_support(labels: Tensor, most: int, generator: torch.Generator) -> Tensor:
@@ -59,68 +68,81 @@ class Tied(nn.Module):
         return torch.tanh(self.body(self.embedding(tokens)))
 
 
-def results(
-    model: Tied, chunked: bool, temperature: float, *, entropy_gradient: bool, seed: int = 0, most: int = 0
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probabilities, entropy, and the gradients of one loss over both."""
-    generator = torch.Generator().manual_seed(seed)
+@dataclass(frozen=True)
+class Case:
+    """most: tokens of the support of a position, 0 without one. truncated: whether only those could be sampled."""
+
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+    most: int = 0
+    truncated: bool = False
+
+
+def results(model: Tied, chunked: bool, case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probabilities, entropy and log-probabilities of the support; and the gradients of one loss over them."""
+    generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS), generator=generator)
     weights, others = torch.randn(2, ROWS, generator=generator, dtype=torch.float64).to(torch.float32)
-    support = some_support(labels, most, generator) if most else None
+    support = some_support(labels, case.most, generator) if case.most else None
+    options: dict[str, Any] = {"support": support, "truncated": case.truncated}
     model.zero_grad()
     if chunked:
-        logprobs, entropy = token_logprobs(
-            model.hidden(tokens),
-            model.head,
-            labels,
-            temperature,
-            VOCABULARY,
-            entropy_gradient=entropy_gradient,
-            support=support,
-        )
-        assert entropy.requires_grad == entropy_gradient
+        options["entropy_gradient"] = case.entropy_gradient
+    function = token_logprobs if chunked else plain
+    found = function(model.hidden(tokens), model.head, labels, case.temperature, VOCABULARY, **options)
+    logprobs, entropy, of_support = found
+    if chunked:
+        assert entropy.requires_grad == case.entropy_gradient
         assert logprobs._base is None and entropy._base is None  # FSDP loses its backward hook on views
-    else:
-        logprobs, entropy = plain(model.hidden(tokens), model.head, labels, temperature, VOCABULARY, support)
     loss = (weights * logprobs).sum()
-    if entropy_gradient:
+    if case.entropy_gradient:
         loss = loss + (others * entropy).sum()
+    if of_support is not None:
+        loss = loss + (torch.randn(of_support.shape, generator=generator) * of_support).sum()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return logprobs.detach(), entropy.detach(), gradients
+    return [one.detach() for one in found if one is not None], gradients
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
+CASES = {
+    "plain": Case(),
+    "bonus": Case(entropy_gradient=True),
+    "temperature_bonus": Case(temperature=0.7, entropy_gradient=True),
+    "temperature": Case(temperature=0.7),
+    "one_token": Case(temperature=0.7, most=1, truncated=True),
+    "truncated": Case(temperature=0.7, most=9, truncated=True),
+    "truncated_bonus": Case(temperature=0.7, entropy_gradient=True, most=9, truncated=True),
+    "truncated_nothing": Case(entropy_gradient=True, most=VOCABULARY, truncated=True),
+    "most_likely": Case(temperature=0.7, most=9),
+    "most_likely_bonus": Case(entropy_gradient=True, most=9),
+}
+
+
 @pytest.mark.parametrize("elements", [1, 5 * VOCABULARY, 1 << 24], ids=["row", "chunks", "whole"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["metric", "bonus"])
-@pytest.mark.parametrize("most", [0, 1, 9, VOCABULARY], ids=["every_token", "one", "nine", "vocabulary"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("bias", "padding"), [(False, 0), (True, 7)], ids=["plain", "bias-and-padding"])
 def test_values_and_gradients_are_those_of_whole_logits(
-    monkeypatch: pytest.MonkeyPatch,
-    elements: int,
-    temperature: float,
-    entropy_gradient: bool,
-    most: int,
-    tied: bool,
-    bias: bool,
-    padding: int,
+    monkeypatch: pytest.MonkeyPatch, elements: int, case: Case, tied: bool, bias: bool, padding: int
 ) -> None:
     chunk_of(monkeypatch, elements)
     torch.manual_seed(1)
     model = Tied(tied=tied, bias=bias, padding=padding, dtype=torch.float32)
-    found = results(model, True, temperature, entropy_gradient=entropy_gradient, most=most)
-    wanted = results(model, False, temperature, entropy_gradient=entropy_gradient, most=most)
-    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
-    assert found[2].keys() == wanted[2].keys()
-    for name, gradient in wanted[2].items():
-        assert found[2][name].isfinite().all()
-        assert distance(found[2][name], gradient) < 1e-5 or (most == 1 and not found[2][name].any()), name
+    found, gradients = results(model, True, case)
+    values, wanted = results(model, False, case)
+    for one, other in zip(found, values, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradients[name].isfinite().all()
+        if case.most == 1:  # the one token is certain: nothing moves its probability
+            assert not gradient.any() and gradients[name].abs().max() < 1e-5
+        else:
+            assert distance(gradients[name], gradient) < 1e-5, name
 
 
 def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +152,7 @@ def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         head.weight.zero_()
         head.weight[3] = torch.tensor([300.0, 0.0])
     hidden = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], requires_grad=True)
-    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([3, 4, 3]), 0.5, VOCABULARY, entropy_gradient=True)
+    logprobs, entropy, _ = token_logprobs(hidden, head, torch.tensor([3, 4, 3]), 0.5, VOCABULARY, entropy_gradient=True)
     uniform = float(torch.tensor(VOCABULARY - 1.0).log())
     torch.testing.assert_close(logprobs, torch.tensor([0.0, -600.0, -600.0 - uniform]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, 0.0, uniform]))
@@ -147,7 +169,7 @@ def test_in_bfloat16_the_weight_gradient_is_summed_in_float32(monkeypatch: pytes
     for elements in (1, 1 << 24):
         chunk_of(monkeypatch, elements)
         x = hidden.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(x, head, labels, 1.0, VOCABULARY)
+        logprobs, entropy, _ = token_logprobs(x, head, labels, 1.0, VOCABULARY)
         assert logprobs.dtype == entropy.dtype == torch.float32
         logprobs.sum().backward()
         assert x.grad is not None and x.grad.dtype is torch.bfloat16
@@ -180,7 +202,7 @@ def test_a_frozen_head_gets_no_gradient_and_without_any_nothing_is_kept() -> Non
 def test_without_tokens_gradients_are_zero() -> None:
     head, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.zeros(0, HIDDEN, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    logprobs, entropy = token_logprobs(hidden, head, none, 0.7, VOCABULARY, entropy_gradient=True)
+    logprobs, entropy, _ = token_logprobs(hidden, head, none, 0.7, VOCABULARY, entropy_gradient=True)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
@@ -223,7 +245,7 @@ def test_no_tensor_is_larger_than_a_chunk_and_few_are_held(
     head, hidden = nn.Linear(size, VOCABULARY), torch.randn(rows, size, requires_grad=True)
     labels = torch.zeros(rows, dtype=torch.int64)
     with Memory() as memory:
-        logprobs, entropy = token_logprobs(hidden, head, labels, 0.9, VOCABULARY, entropy_gradient=entropy_gradient)
+        logprobs, entropy, _ = token_logprobs(hidden, head, labels, 0.9, VOCABULARY, entropy_gradient=entropy_gradient)
         (logprobs.sum() + entropy.sum() if entropy_gradient else logprobs.sum()).backward()
     assert rows * size < memory.largest <= chunk
     assert memory.most < rows * VOCABULARY / 4, "one copy of the logits is four times as much"

@@ -84,7 +84,7 @@ def test_a_prompt_that_neighbours_share_is_laid_out_once() -> None:
 
 def test_without_sequences_nothing_comes_out_but_gradients_are_zero() -> None:
     policy = build_policy()
-    logprobs, entropy = policy(collate([], CPU))
+    logprobs, entropy, _ = policy(collate([], CPU))
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
