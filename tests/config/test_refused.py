@@ -12,8 +12,8 @@ import pytest
 from dapo.config import elsewhere
 from dapo.config.checks import validate
 from dapo.config.compose import compose
-from dapo.config.names import engine_arguments, is_open, known_keys
 from dapo.config.facts.model_shape import read_config
+from dapo.config.names import engine_arguments, is_open, known_keys
 from dapo.config.rules.engine import batches, replayed_experts
 from dapo.config.rules.model import config_problems
 from dapo.config.schema import Config

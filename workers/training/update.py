@@ -220,9 +220,7 @@ class Updater:
         that of another policy, with which it would be a model that nobody has trained."""
         if self._reference is None:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
-        logprobs = [
-            [self._reference(replace(batch, experts=None))[0] for batch in minibatch] for minibatch in batches
-        ]
+        logprobs = [[self._reference(replace(batch, experts=None))[0] for batch in minibatch] for minibatch in batches]
         reshard(self._reference)
         return logprobs
 

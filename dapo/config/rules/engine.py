@@ -175,8 +175,8 @@ def replayed_experts(cfg: Config) -> Iterator[str]:
         return
     if args.get("enable_prefix_caching") is False:
         yield (
-            f"`{ENGINE}.enable_prefix_caching` (False) must be true with `rollout.replay_experts`, for vLLM returns the "
-            "experts of a token only with its prefix cache; leave it out"
+            f"`{ENGINE}.enable_prefix_caching` (False) must be true with `rollout.replay_experts`, for vLLM returns "
+            "the experts of a token only with its prefix cache; leave it out"
         )
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if args.get(name, 1) != 1:

@@ -263,8 +263,8 @@ def _experts(config: dict[str, Any]) -> list[str]:
 def _replayed(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     if cfg.rollout.replay_experts and not _experts(config):
         yield (
-            f"`rollout.replay_experts` (true) is for a mixture of experts, and `model.path` ({cfg.model.path}) is dense "
-            f"(its config.json has none of {', '.join(EXPERT_KEYS)}); set it to false"
+            f"`rollout.replay_experts` (true) is for a mixture of experts, and `model.path` ({cfg.model.path}) is "
+            f"dense (its config.json has none of {', '.join(EXPERT_KEYS)}); set it to false"
         )
 
 

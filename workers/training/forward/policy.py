@@ -211,13 +211,14 @@ class PackedPolicy(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities [R], entropy [R] and log-probabilities of the support [R, K], if the batch has one,
         in nats, float32, equal on all sequence-parallel ranks."""
+        replayed = None if self.variant.own_experts else batch.experts
         hidden = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
             use_cache=False,
             segments=batch.segments,
-            **({} if batch.experts is None else {"experts": batch.experts}),
+            **({} if replayed is None else {"experts": replayed}),
         ).last_hidden_state
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
