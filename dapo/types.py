@@ -320,7 +320,9 @@ class TrainSequence:
     @property
     def prompt_key(self) -> bytes:
         """Equal in sequences whose shared prompt can be computed once."""
-        experts = b"" if self.prompt_experts is None else blake2b(self.prompt_experts, digest_size=16).digest()
+        experts = (
+            b"" if self.prompt_experts is None else blake2b(self.prompt_experts.tobytes(), digest_size=16).digest()
+        )
         return self.shared_prompt.tobytes() + experts
 
 

@@ -142,12 +142,12 @@ def filtered(group: Group, cfg: Config) -> list[bool]:
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
     """Returns all responses in order, to compute their log-probabilities by the reference policy only: advantage and
     weight are 0. The reference chooses its experts itself."""
-    free = {"prompt_experts": None, "experts": None}
-    return tuple(
-        dataclasses.replace(_sequence(group, response, version, advantage=0.0, token_weight=0.0), **free)
+    sequences = [
+        _sequence(group, response, version, advantage=0.0, token_weight=0.0)
         for group in groups
         for response in group.responses
-    )
+    ]
+    return tuple(dataclasses.replace(one, prompt_experts=None, experts=None) for one in sequences)
 
 
 def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:

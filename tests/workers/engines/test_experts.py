@@ -105,7 +105,8 @@ def test_a_response_in_parts_has_the_experts_of_each_token_once(engine: Any, loo
         while not running.done():
             await asyncio.sleep(0.05 * (1 + len(parts) / 5))  # ever longer, for a slow machine gets nowhere in it
             await pool.put_down()
-            parts.append(sum(bool(len(one.so_far.token_ids)) for one in pool._groups["parts"].left.values()))
+            left = pool._groups["parts"].left.values() if "parts" in pool._groups else ()
+            parts.append(sum(bool(len(one.so_far.token_ids)) for one in left))
             pool.admit(pool.members())
         return await running
 
@@ -118,12 +119,16 @@ def test_an_aborted_response_has_the_experts_of_what_it_holds(engine: Any, loop:
     pool, model = engine
 
     async def some_tokens_then_abort() -> list[Response]:
-        running = asyncio.ensure_future(group_of(pool, "aborted"))
-        await asyncio.sleep(0.3)
-        await pool.abort(["aborted"])
+        running = asyncio.ensure_future(group_of(pool, f"aborted {wait_s}"))
+        await asyncio.sleep(wait_s)
+        await pool.abort([f"aborted {wait_s}"])
         return await running
 
-    found = [one for one in loop.run(some_tokens_then_abort()) if len(one.token_ids)]
+    found: list[Response] = []
+    wait_s = 0.05
+    while not found:  # log-probabilities come by the sixteen: a slow machine has none yet
+        wait_s *= 2
+        found = [one for one in loop.run(some_tokens_then_abort()) if len(one.token_ids)]
     assert np.concatenate([equal_rows(model, response) for response in found]).mean() > 0.998
     assert any(response.aborted for response in found)
 
@@ -136,15 +141,17 @@ def test_of_weights_in_flight_each_token_has_the_experts_of_the_policy_that_samp
     reroute(other, 0.02, seed=1)
     sync = local_sync(pool, other)
 
-    async def update() -> list[Response]:
-        running = asyncio.ensure_future(group_of(pool, "in flight"))
-        await asyncio.sleep(0.1)
-        await sync(1)
+    async def update(version: int) -> list[Response]:
+        running = asyncio.ensure_future(group_of(pool, f"in flight {version}"))
+        await asyncio.sleep(0.05 * version)
+        await sync(version)
         return await running
 
     try:
-        responses = loop.run(update())
-        mixed = [response for response in responses if len(response.policy_versions) == 2]
+        mixed, version = [], 0
+        while not mixed and (version := version + 1) < 9:  # a slow machine has no token yet
+            loop.run(local_sync(pool, model)(0))
+            mixed = [one for one in loop.run(update(version)) if len(one.policy_versions) == 2]
         assert mixed
         by_old, by_new = [], []
         for response in mixed:
@@ -155,7 +162,7 @@ def test_of_weights_in_flight_each_token_has_the_experts_of_the_policy_that_samp
         (kept, changed), (gone, new) = (np.concatenate(rows, axis=1).mean(1) for rows in (by_old, by_new))
         assert kept > 0.998 and changed < 0.7 and gone < 0.7 and new > 0.998
     finally:
-        loop.run(local_sync(pool, model)(2))
+        loop.run(local_sync(pool, model)(0))
 
 
 def test_actors_that_route_otherwise_agree_with_the_engine_by_replay(
@@ -175,7 +182,7 @@ def test_actors_that_route_otherwise_agree_with_the_engine_by_replay(
         means = {}
         for name, sequences in {"free": free, "replayed": replayed}.items():
             batch = rank._updater._collate(sequences)
-            [[[found]], _] = rank._updater._before([[batch]])
+            [[found]] = rank._updater._before([[batch]])[0]
             means[name] = float((found - batch.rollout_logprobs).abs().mean())
     changed = 1 - np.concatenate([equal_rows(other, response) for response in responses]).mean()
     print(means, changed)

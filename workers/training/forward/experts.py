@@ -16,7 +16,7 @@ OWN = -1  # in place of an expert: the router chooses itself
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Returns the router of each decoder layer with experts, by the layer's index."""
     layers = enumerate(getattr(model.base_model, "layers", ()))
-    gates = {index: getattr(getattr(layer, "mlp", None), "gate", None) for index, layer in layers}
+    gates: dict[int, Any] = {index: getattr(getattr(layer, "mlp", None), "gate", None) for index, layer in layers}
     return {index: gate for index, gate in gates.items() if hasattr(gate, "top_k")}
 
 

@@ -90,7 +90,7 @@ def collate(
         support=None if (support := _padded(sequences, "token_ids", -1)) is None else to(support[mine]),
         counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
-        support_logprobs=None if (own := _padded(sequences, "logprobs", -np.inf)) is None else to(own),
+        support_logprobs=None if (likely := _padded(sequences, "logprobs", -np.inf)) is None else to(likely),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
         segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
