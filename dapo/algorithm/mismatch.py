@@ -24,7 +24,8 @@ PROBES, SAMPLED = 8, 64  # responses, and their tokens at most
 LIKELY = 20  # most likely tokens of each position; what vLLM returns without another setting
 WHOLE = 1 - 1e-4  # probability of the engine's likely tokens from which on they are all that it could sample
 TAIL = 99  # percentile
-CAUSES = ("temperature", "support", "head", "router")
+SWITCHED = ("temperature", "support", "head", "router")
+CAUSES = (*SWITCHED, "kernels", "staleness")
 Values = NDArray[np.float64]
 
 
@@ -79,7 +80,7 @@ def over_support(engine: Probe, actor: Probe) -> Values:
 def helps(engine: Probe, variants: Mapping[str, Probe]) -> list[str]:
     """Returns the causes that bring the actors nearer to the engine when they are switched off."""
     differences = {name: np.abs(probe.own - engine.own).mean() for name, probe in variants.items()}
-    return [cause for cause in CAUSES if differences.get(cause, np.inf) < differences["as_is"]]
+    return [cause for cause in SWITCHED if differences.get(cause, np.inf) < differences["as_is"]]
 
 
 def together(variants: Sequence[Variant]) -> Variant:
@@ -91,7 +92,7 @@ def together(variants: Sequence[Variant]) -> Variant:
 
 
 def budget(engine: Probe, variants: Mapping[str, Probe], *, stale: float) -> dict[str, float]:
-    """Returns the metrics `mismatch/`, in nats. variants: the actors' values "as_is", with single `CAUSES` switched
+    """Returns the metrics `mismatch/`, in nats. variants: the actors' values "as_is", with single ones `SWITCHED`
     off, and with "all" of them that help. stale: the mean difference over the last batch."""
     differences = {name: np.abs(probe.own - engine.own) for name, probe in variants.items()}
     differences["support"] = np.abs(over_support(engine, variants["as_is"]) - engine.own)
@@ -100,7 +101,7 @@ def budget(engine: Probe, variants: Mapping[str, Probe], *, stale: float) -> dic
     for name, measure in ("mean", np.mean), ("tail", lambda values: np.percentile(values, TAIL)):
         whole = float(measure(differences["as_is"]))
         found[f"mismatch/{name}"] = whole
-        for cause in CAUSES:
+        for cause in SWITCHED:
             if cause in differences:
                 found[f"mismatch/{cause}_{name}"] = max(0.0, whole - float(measure(differences[cause])))
         found[f"mismatch/kernels_{name}"] = float(measure(rest))

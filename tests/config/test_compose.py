@@ -96,6 +96,14 @@ def test_a_clip_range_the_other_way_round_is_doubted() -> None:
     assert [*doubts(compose(["algorithm.clip_ratio_high=0.2"], "dapo_tiny"))] == []
 
 
+def test_staleness_that_nothing_corrects_for_is_doubted() -> None:
+    stale = "filter_groups.max_staleness=2"
+    [line] = doubts(compose([stale], "dapo_tiny"))
+    assert "`filter_groups.max_staleness` (2)" in line and "`algorithm.rollout_correction.mode`" in line
+    for remedy in ("algorithm.rollout_correction.mode=truncate", "algorithm.score_centering=20"):
+        assert [*doubts(compose([stale, remedy], "dapo_tiny"))] == []
+
+
 def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:
     cfg = compose([], "dapo_tiny")
     assert type(cfg) is Config and "plan" not in dataclasses.asdict(cfg)

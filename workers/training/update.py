@@ -181,16 +181,8 @@ class Updater:
 
     @torch.no_grad()
     def probe(self, micro_batches: Sequence[Sequence[TrainSequence]], variant: Variant) -> list[list[Tensor]]:
-        """Returns log-probabilities by a variant of the policy, [micro-batches][sequences] of [R, 1 + K], on the CPU:
-        of the sampled token, then of its support, NaN for padding."""
-        found = []
-        with self._policy.varied(variant):
-            for batch in map(self._collate, micro_batches):
-                logprobs, _, likely = self._policy(batch)
-                if likely is not None and batch.support_logprobs is not None:
-                    likely = likely.masked_fill(batch.support_logprobs.isinf(), math.nan)
-                    logprobs = torch.cat([logprobs[:, None], likely], dim=1)
-                found.append(logprobs)
+        """Returns `PackedPolicy.probe`, [micro-batches][sequences] of [R, 1 + K], on the CPU."""
+        found = [self._policy.probe(self._collate(sequences), variant) for sequences in micro_batches]
         reshard(self._policy)
         return _by_sequence(found, micro_batches)
 

@@ -16,7 +16,7 @@ MIN_STEPS = 10  # fewer show no trend
 WINDOW = (3, 20)  # steps at each end, at least and at most
 METRICS = (
     *("actor/entropy", "actor/skipped_steps", "rollout/accuracy", "rollout/truncated", "buffer/*", "reward/failed_*"),
-    *("parity/*mean_abs_logprob_diff", "perf/*_s", "perf/engine/idle", "eval/*accuracy*"),
+    *("parity/*mean_abs_logprob_diff", "mismatch/*mean", "perf/*_s", "perf/engine/idle", "eval/*accuracy*"),
 )
 AT_LIMIT = ("reward/failed_cpu", "reward/failed_memory")  # verdicts: the answer is wrong
 
@@ -24,6 +24,7 @@ ENTROPY_LEFT = 0.5  # of the entropy at the beginning
 TRUNCATED, TRUNCATED_MORE = 0.05, 0.03  # share of the answers, and by how much it has risen
 MOST = 0.5  # share of the groups that are dropped
 UNSCORED = 0.01  # share of the answers
+MISMATCH_OF_LIMIT = 0.2
 PARITY_OF_LIMIT, PARITY_GROWTH = 0.5, 3.0  # share of the bound; times the beginning, from a tenth of the bound on
 IDLE = 0.3  # share of a step
 
@@ -246,6 +247,38 @@ def _parity(run: Figures) -> Finding | None:
     )
 
 
+_SWITCHES = {  # what lowers a cause of the difference between actors and engines
+    "temperature": (("rollout.vllm", "an engine argument changes the temperature that requests ask for"),),
+    "support": (("rollout.vllm", "an engine argument leaves out tokens; use `rollout.top_p` and `rollout.top_k`"),),
+    "head": (("model.head_dtype", "float32: both keep the sums of the head's product", "float32"),),
+    "router": (("rollout.replay_experts", "true: actors use the experts that the engine has used", True),),
+    "staleness": (
+        ("algorithm.rollout_correction.mode", "truncate: tokens weigh by the ratio of the policies", "truncate"),
+        ("algorithm.score_centering", "128, say: takes the drift out of the gradient"),
+        ("filter_groups.max_staleness", "lower it"),
+    ),
+    "kernels": (
+        ("model.dtype", "float32 differs least", "float32"),
+        ("algorithm.score_centering", "128, say: takes the drift out of the gradient"),
+    ),
+}
+
+
+def _mismatch(run: Figures) -> Finding | None:
+    newest = {name: values[max(values)] for name, values in run.metrics.items() if values}
+    parts = {cause: newest.get(f"mismatch/{cause}_mean", 0.0) for cause in _SWITCHES}
+    whole = newest.get("mismatch/mean", 0.0) + parts["staleness"]
+    limit = run.value("weight_sync.max_mean_logprob_diff")
+    if not limit or whole <= MISMATCH_OF_LIMIT * limit:
+        return None
+    cause = max(parts, key=lambda each: parts[each])
+    return Finding(
+        f"most of what actors and engines differ by is {cause}",
+        f"{parts[cause]:.2g} of {whole:.2g} nats, mean |difference of log-probabilities| (metrics `mismatch/`)",
+        run.changes(*_SWITCHES[cause]),
+    )
+
+
 def _idle(run: Figures) -> Finding | None:
     ends, step = run.ends("perf/engine/idle"), run.last("perf/step_s")
     if ends is None or ends.last <= IDLE:
@@ -266,5 +299,5 @@ def _idle(run: Figures) -> Finding | None:
 
 
 RULES: tuple[Callable[[Figures], Finding | None], ...] = (
-    *(_skipped, _held_out, _entropy, _truncation, _dropped, _unscored, _parity, _idle),
+    *(_skipped, _held_out, _entropy, _truncation, _dropped, _unscored, _parity, _mismatch, _idle),
 )

@@ -89,6 +89,12 @@ CURVES = (
         (("parity/mean_abs_logprob_diff", "mean |difference of log-probabilities|"),),
         "far below `weight_sync.max_mean_logprob_diff` when all is well",
     ),
+    Curve(
+        "Actors against engines, by cause",
+        "nats",
+        (("mismatch/mean", "all of it"), ("mismatch/*_mean", "")),
+        "what switching one cause off takes away; `kernels` is what is left, `staleness` comes on top",
+    ),
     Curve("Staleness", "updates", (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest"))),
     Curve(
         "Tokens per second",

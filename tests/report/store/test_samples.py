@@ -60,9 +60,9 @@ def whole_run(directory: Path, cfg, *, actors: FakeActors | None = None) -> list
     used: list[Collected] = []
     report = trainer._report
 
-    def noted(trained):
+    def noted(trained, mismatch):
         used.append(trained.collected)
-        report(trained)
+        report(trained, mismatch)
 
     trainer._report = noted
     asyncio.run(trainer.run())

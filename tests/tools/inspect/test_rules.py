@@ -78,6 +78,18 @@ RULED = [
     ("verdicts are missing", {"reward/failed_crash": {1: 1.0}}, "2.8% of all", "`reward.limits.wall_s` (10.0)"),
     (DRIFT, {"parity/mean_abs_logprob_diff": steady(0.03)}, "0.03 nats", "`algorithm.rollout_correction.mode` (none)"),
     (DRIFT, {"parity/mean_abs_logprob_diff": changing(0.001, 0.006)}, "0.001 at first", "`algorithm"),
+    (
+        "most of what actors and engines differ by is head",
+        {"mismatch/mean": {10: 0.002, 20: 0.03}, "mismatch/head_mean": {10: 0.0, 20: 0.02}},
+        "0.02 of 0.03 nats",
+        "`model.head_dtype`",
+    ),
+    (
+        "most of what actors and engines differ by is staleness",
+        {"mismatch/mean": {20: 0.002}, "mismatch/kernels_mean": {20: 0.002}, "mismatch/staleness_mean": {20: 0.04}},
+        "0.04 of 0.042 nats",
+        "`algorithm.rollout_correction.mode` (none): truncate",
+    ),
     ("engines are idle", {"perf/engine/idle": steady(0.4)}, "40% of a step", "`filter_groups.max_staleness` (0): 1"),
     (
         FALL,

@@ -5,8 +5,8 @@ Logits are computed only where a sampled token is predicted. Response tokens tha
 read, like the prompt.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -198,15 +198,19 @@ class PackedPolicy(nn.Module):
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
 
-    @contextmanager
-    def varied(self, variant: Variant) -> Iterator[None]:
-        """Changes what `forward` computes. Without gradients only."""
+    @torch.no_grad()
+    def probe(self, batch: MicroBatch, variant: Variant) -> Tensor:
+        """Returns log-probabilities by a variant of the policy, [R, 1 + K]: of the sampled token, then of its support,
+        NaN for padding."""
         before = self.temperature, self.variant
         self.temperature, self.variant = self.temperature * variant.temperature, variant
         try:
-            yield
+            logprobs, _, likely = self(batch)
         finally:
             self.temperature, self.variant = before
+        if likely is None or batch.support_logprobs is None:
+            return logprobs[:, None]
+        return torch.cat([logprobs[:, None], likely.masked_fill(batch.support_logprobs.isinf(), math.nan)], dim=1)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities [R], entropy [R] and log-probabilities of the support [R, K], if the batch has one,
