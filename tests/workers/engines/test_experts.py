@@ -35,7 +35,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = str(make_random_model(folder / "dense", layers=LAYERS))
     path = upcycle(dense, folder / "of_experts", experts=EXPERTS, per_token=K, noise=1.0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    reroute(model, 0.02, seed=0, keep=0.0)
+    reroute(model, 5e-3, seed=0, keep=0.0)
     model.save_pretrained(path)
     return path
 
@@ -171,7 +171,7 @@ def test_actors_that_route_otherwise_agree_with_the_engine_by_replay(
     """The planted cause: other routers, for which the experts are as nearly equal, so that only the choice differs."""
     pool, model = engine
     other = deepcopy(model)
-    reroute(other, 2e-3, seed=2)
+    reroute(other, 5e-4, seed=2)
     other.save_pretrained(tmp_path)
     responses = loop.run(group_of(pool, "other routers", replace(SAMPLING, max_tokens=64)))
     replayed = tuple(canary_sequence(PROMPT, response) for response in responses)
@@ -185,6 +185,6 @@ def test_actors_that_route_otherwise_agree_with_the_engine_by_replay(
             [[found]] = rank._updater._before([[batch]])[0]
             means[name] = float((found - batch.rollout_logprobs).abs().mean())
     changed = 1 - np.concatenate([equal_rows(other, response) for response in responses]).mean()
-    print(means, changed)
-    assert changed > 0.1 and means["free"] > 0.02
-    assert means["replayed"] < means["free"] / 10
+    assert changed > 0.1 and means["free"] > 4e-3, (means, changed)
+    assert means["replayed"] < means["free"] / 20, (means, changed)
+    print(f"{changed:.1%} of the tokens routed otherwise; mean difference {means}")
