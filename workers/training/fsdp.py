@@ -59,7 +59,12 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
         raise ValueError(problems[0])  # for a hub name, which only the ranks look up
     if why := why_unpackable(model):
         raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}")
-    return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
+    return PackedPolicy(
+        model,
+        cfg.rollout.temperature,
+        entropy_gradient=cfg.algorithm.entropy_coeff != 0,
+        float32_logits=cfg.model.head_dtype == "float32",
+    )
 
 
 def _fill(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:

@@ -134,13 +134,22 @@ def _lay_out(
 class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP. `model`
     must use an attention of `workers.training.forward.attention.implementation`. Dropout and the noise of expert
-    routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory."""
+    routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory.
+    float32_logits: see `token_logprobs`."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        float32_logits: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
+        self.float32_logits = float32_logits
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -160,7 +169,13 @@ class PackedPolicy(nn.Module):
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
         logprobs, entropy = token_logprobs(
-            hidden, head, batch.labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
+            hidden,
+            head,
+            batch.labels,
+            self.temperature,
+            vocabulary,
+            entropy_gradient=self.entropy_gradient,
+            float32_logits=self.float32_logits,
         )
         if batch.segments.group is None:
             return logprobs, entropy
