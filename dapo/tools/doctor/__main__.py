@@ -1,4 +1,4 @@
-"""Checks a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run] [--parity]`.
+"""Checks a run before it starts: `python -m dapo.doctor [--json] [--run] [--parity] [+experiment=NAME] [key=value]`.
 
     command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
 

@@ -50,7 +50,7 @@ def parity(subject: Subject) -> Finding:
     return look(subject)
 
 
-PARITY = Check("parity", DRIVER, parity)  # only when asked for: it loads the model twice
+PARITY = Check("parity", DRIVER, parity)  # only with --parity: it loads the model twice
 CHECKS = (  # described in README.md
     Check("packages", NODE, software.packages),
     Check("GPUs", NODE, software.gpus, cheap=True),

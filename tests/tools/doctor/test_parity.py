@@ -12,12 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dapo.config.plan import PlannedConfig
 from dapo.tiny.random_model import make_random_model
 from dapo.tools.doctor.parity import LEAP, Made, differences, recompute, sample, told
 from dapo.types import TrainSequence
 from tests.support.engines.two import make_config
-from tests.support.training import plain_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
@@ -76,9 +74,12 @@ def plain_logprobs(made: Made, sequences: list[TrainSequence], weight: torch.Ten
 
 @pytest.mark.parametrize("head_dtype", ["auto", "float32"])
 def test_a_head_in_float32_keeps_its_sums_on_both_sides(head_dtype: str, tmp_path: Path) -> None:
-    folder = plain_reference.make_model(tmp_path / "model", tied=False)
-    weight = load_file(folder / "model.safetensors")["lm_head.weight"].to(torch.bfloat16)
-    cfg: PlannedConfig = make_config(str(folder), 1)
+    folder = make_random_model(tmp_path / "model", layers=2, tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] *= 50  # logits of about 6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weight = tensors["lm_head.weight"].to(torch.bfloat16)
+    cfg = make_config(str(folder), 1)
     cfg.model.dtype, cfg.model.head_dtype, cfg.trainer.device = "bfloat16", head_dtype, "cpu"
     cfg.rollout.temperature = 0.7
     engine, together, alone = asyncio.run(sample(cfg, PROMPT))

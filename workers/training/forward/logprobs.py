@@ -133,9 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
-        logits = _Logits(
-            hidden, weight, bias, ctx.temperature, ctx.vocabulary, float32_logits=ctx.float32_logits
-        )
+        logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary, float32_logits=ctx.float32_logits)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=logits.dtype) if needs_weight else None

@@ -158,9 +158,7 @@ def test_logits_in_float32_are_not_rounded_to_bfloat16(
     errors = {}
     for float32_logits in (False, True):
         x = hidden.clone().requires_grad_()
-        found = token_logprobs(
-            x, head, labels, 0.7, VOCABULARY, entropy_gradient=True, float32_logits=float32_logits
-        )
+        found = token_logprobs(x, head, labels, 0.7, VOCABULARY, entropy_gradient=True, float32_logits=float32_logits)
         assert found[0].dtype == found[1].dtype == torch.float32
         own = gradients(head, x, *found)
         assert [grad.dtype for grad in own] == [torch.bfloat16] * len(wanted_gradients)
