@@ -116,5 +116,7 @@ def test_what_is_said() -> None:
         "engine and actors: equal log-probabilities in 2 of 2 tokens; outputs differ from norm on, there by 2.0e-01 of "
         "the largest value"
     )
+    text, _ = told(one, made([-1.0, -2.5], other=1.0))
+    assert text.endswith("; none of their layers have the same names"), text
     text, _ = told(one, made([-1.0, -2.0 * (1 - 2 * LEAP * 2**-20)], embed_tokens=1.0 + 2**-20, norm=2.0))
     assert "differ from embed_tokens on" in text and text.endswith("in the head"), text

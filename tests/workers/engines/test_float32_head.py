@@ -41,8 +41,11 @@ def test_a_sync_reaches_the_head(ray_cluster: None, loop: asyncio.Runner, tied: 
         model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
+            for layer in model.model.layers:
+                for matrix in (layer.self_attn.o_proj.weight, layer.mlp.gate_proj.weight, layer.mlp.down_proj.weight):
+                    matrix.mul_(20)  # else a tied model only repeats its last token, whatever its weights
             head = model.get_output_embeddings().weight
-            head.copy_(0.3 * torch.randn(head.shape, generator=generator))
+            head.copy_(0.1 * torch.randn(head.shape, generator=generator))
         models.append(model)
     models[0].save_pretrained(folder)
 
