@@ -66,7 +66,7 @@ def plain_logprobs(made: Made, sequences: list[TrainSequence], weight: torch.Ten
     """Of the rows that each side's final norm has returned, in float64."""
     found = []
     for rows, sequence in zip(made.rows, sequences, strict=True):
-        logits = torch.from_numpy(rows["model.norm"]).double() @ weight.double().T / temperature
+        logits = torch.tensor(rows["model.norm"], dtype=torch.float64) @ weight.double().T / temperature
         labels = torch.from_numpy(sequence.token_ids[sequence.num_prompt_tokens :]).long()
         found.append(logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
     return torch.cat(found).numpy()
