@@ -7,13 +7,15 @@ temperature for each drafted token, writes into a copy, so the sampler divides l
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 from workers.engines.orphans import end_with_actor
+from workers.layer_outputs import LayerOutputs
 from workers.weights.receiver import WeightReceiverExtension
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -23,10 +25,18 @@ class EngineExtension(WeightReceiverExtension):
     """Mixed into vLLM's worker class. vLLM finds it by name, and so imports this module in the worker."""
 
     available_kv_cache_memory_bytes: int  # set on a GPU, unless the size was configured
+    get_model: Callable[[], nn.Module]
 
     def measured_cache_bytes(self) -> int:
         """Returns the bytes vLLM found available for KV cache on this GPU; 0 if it did not measure."""
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
+    def record_layers(self) -> None:
+        self._layers = LayerOutputs(self.get_model())
+
+    def recorded_layers(self) -> dict[str, tuple[int, bytes]]:
+        """Returns (width, float32 rows) by module, of all tokens computed since `record_layers`."""
+        return {name: (rows.shape[1], rows.numpy().tobytes()) for name, rows in self._layers.take().items()}
 
 
 def expand(
