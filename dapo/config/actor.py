@@ -9,6 +9,7 @@ from typing import Any
 from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, positive, section
 
 DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DTYPES = ("auto", "float32")
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
     *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
@@ -54,6 +55,13 @@ class ModelConfig:
         "float16, which rounds eight times finer than bfloat16, the loss is scaled, by a factor that adapts itself",
         verl="actor_rollout_ref.rollout.dtype",
         trl="bf16",
+    )
+    head_dtype: str = one_of(
+        HEAD_DTYPES,
+        "auto",
+        "type of the logits, in actors and engines: `auto` is `model.dtype`, whose rounding they then have; `float32` "
+        "keeps the sums of the head's product as they are, and the log-probabilities of both differ less",
+        resume="course",
     )
     trust_remote_code: bool = key(
         False,

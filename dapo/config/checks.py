@@ -237,6 +237,14 @@ def _engine_numbers(cfg: Config) -> Iterator[str]:
 def _engine_args(cfg: Config) -> Iterator[str]:
     # `decoding` checks the arguments for speculation.
     yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS)
+    overrides = cfg.rollout.vllm.get("hf_overrides", {})
+    if not isinstance(overrides, dict):
+        yield f"`{ENGINE}.hf_overrides` ({overrides}) must be a mapping, such as {{rope_theta: 1000000}}"
+    elif "head_dtype" in overrides:
+        yield (
+            f"`{ENGINE}.hf_overrides.head_dtype` ({overrides['head_dtype']}) is the engines' alone; remove it and use "
+            "`model.head_dtype`, which the actors follow too"
+        )
     cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # float32: never on GPUs
     device = "cpu" if cpu else cfg.trainer.device
     yield from batches(cfg, device)

@@ -42,7 +42,8 @@ FLOORS = (
     ("main_ppo",),
 )
 ASKS = (("dapo.main_ppo", "doctor"), ("dapo.tools.doctor", "plan"))  # a tool asked by something else
-COMPOSED = ("dapo.driver.run", "dapo.driver.fleet", "dapo.tools.bench", "dapo.tools.doctor.nodes")
+ON_RAY = ("dapo.tools.doctor.nodes", "dapo.tools.doctor.parity")  # parts of the doctor
+COMPOSED = ("dapo.driver.run", "dapo.driver.fleet", "dapo.tools.bench", *ON_RAY)
 FLOOR = {f"dapo.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 TENSORS = (
     "dapo.advantage",
@@ -178,7 +179,7 @@ LOADS = {
     "simulate": (modules_in("dapo.tools.simulate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
     "compare": (modules_in("dapo.tools.compare"), HEAVY | {"dapo.driver.run", "dapo.trainer", "matplotlib"}),
     "doctor": (
-        [m for m in modules_in("dapo.tools.doctor") if m != "dapo.tools.doctor.nodes"],
+        [m for m in modules_in("dapo.tools.doctor") if m not in ON_RAY],
         HEAVY | {"dapo.driver.run", "dapo.trainer"},
     ),
     "inspect": (modules_in("dapo.tools.inspect"), HEAVY | {"dapo.driver.run", "dapo.trainer", "dapo.config", "numpy"}),

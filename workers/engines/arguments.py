@@ -27,6 +27,9 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         args["scheduler_cls"] = CPU_EXPERTS_SCHEDULER
     elif cfg.rollout.replay_experts:
         args["enable_return_routed_experts"] = True
+    given = cfg.rollout.vllm
+    if cfg.model.head_dtype != "auto":
+        given = given | {"hf_overrides": {**given.get("hf_overrides", {}), "head_dtype": cfg.model.head_dtype}}
     if device == "cpu":
         args |= {
             "enforce_eager": True,
@@ -34,12 +37,12 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(window, CPU_BATCHED_TOKENS),
         }
-        if gpus_per_engine(cfg.rollout.vllm) == 1:
+        if gpus_per_engine(given) == 1:
             args["distributed_executor_backend"] = "uni"
-        return args | cfg.rollout.vllm
+        return args | given
     if shares_gpus(cfg):
         args["enable_sleep_mode"] = True
-    if gpus_per_engine(cfg.rollout.vllm) > 1:
+    if gpus_per_engine(given) > 1:
         # Inside a placement group vLLM would choose Ray, which rejects our single-node bundles of several GPUs.
         args["distributed_executor_backend"] = "mp"
-    return args | cfg.rollout.vllm
+    return args | given

@@ -7,17 +7,18 @@ temperature for each drafted token, writes into a copy, so the sampler divides l
 """
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+from torch import Tensor, nn
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 from workers.engines.orphans import end_with_actor
+from workers.layer_outputs import LayerOutputs
 from workers.weights.receiver import WeightReceiverExtension
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -28,6 +29,7 @@ class EngineExtension(WeightReceiverExtension):
 
     available_kv_cache_memory_bytes: int  # set on a GPU, unless the size was configured
     model_runner: Any
+    get_model: Callable[[], nn.Module]
 
     def measured_cache_bytes(self) -> int:
         """Returns the bytes vLLM found available for KV cache on this GPU; 0 if it did not measure."""
@@ -36,6 +38,8 @@ class EngineExtension(WeightReceiverExtension):
     def add_experts(self) -> None:
         """Has the model runner of a CPU return each token's experts through vLLM's own connector, as that of a GPU does
         (`enable_return_routed_experts`)."""
+        from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
         runner = self.model_runner
         connector = AuxOutputWorkerConnector(
             vllm_config=self.vllm_config, model=runner.model, kv_cache_config=runner.kv_cache_config
@@ -68,6 +72,13 @@ class EngineExtension(WeightReceiverExtension):
             return output
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+    def record_layers(self) -> None:
+        self._layers = LayerOutputs(self.get_model())
+
+    def recorded_layers(self) -> dict[str, tuple[int, bytes]]:
+        """Returns (width, float32 rows) by module, of all tokens computed since `record_layers`."""
+        return {name: (rows.shape[1], rows.numpy().tobytes()) for name, rows in self._layers.take().items()}
 
 
 def expand(

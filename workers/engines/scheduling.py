@@ -10,7 +10,6 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
@@ -76,6 +75,8 @@ def scheduler(**needs: Any) -> Gathering:
 
 def scheduler_with_experts(**needs: Any) -> Gathering:
     """Returns one that forwards the experts of a CPU's model runner (`workers.engines.extension`)."""
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
     made: Any = scheduler(**needs)
     made.aux_output_connector = AuxOutputSchedulerConnector()
     return made

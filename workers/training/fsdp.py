@@ -64,6 +64,7 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
         cfg.rollout.temperature,
         entropy_gradient=cfg.algorithm.entropy_coeff != 0,
         truncated=truncates(cfg.rollout),
+        float32_logits=cfg.model.head_dtype == "float32",
     )
 
 

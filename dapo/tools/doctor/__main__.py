@@ -1,11 +1,12 @@
-"""Checks a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run]`.
+"""Checks a run before it starts: `python -m dapo.doctor [--json] [--run] [--parity] [+experiment=NAME] [key=value]`.
 
     command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
 
 Give the same arguments as to the run: each check then uses its model, data, directories and sizes. `plan.*` sets the
 planner's assumptions. If `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on each of its nodes,
 else here, and no Ray is started. No files are left behind. Exit status is 0, or 1 with a fault. With `--run`, the
-process becomes the run if there is no fault, for launchers that take a single command.
+process becomes the run if there is no fault, for launchers that take a single command. With `--parity`, an engine and
+an actor rank are started too, and compared token by token.
 """
 
 import json
@@ -18,11 +19,11 @@ from dapo.config.checks import doubts
 from dapo.config.compose import compose
 from dapo.config.paths import output_path
 from dapo.ground.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
-from dapo.tools.doctor.checks import CHECKS, Outcome, diagnose
+from dapo.tools.doctor.checks import CHECKS, PARITY, Outcome, diagnose
 from dapo.tools.doctor.machines import ThisMachine
 from dapo.tools.doctor.subject import FAULT, WARNING, Subject, fault, ok, warning
 
-JSON, RUN = "--json", "--run"
+JSON, RUN, COMPARE = "--json", "--run", "--parity"
 WIDTH = max(len(check.name) for check in CHECKS)
 
 
@@ -35,7 +36,7 @@ def line(outcome: Outcome) -> str:
 
 
 def main() -> None:
-    arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN)]
+    arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN, COMPARE)]
     if {"-h", "--help"} & set(arguments):
         say(__doc__)
         return
@@ -65,11 +66,12 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
     except ValueError as error:
         yield Outcome("configuration", fault(str(error), ""))
         return
+    checks = (*CHECKS, PARITY) if COMPARE in sys.argv[1:] else CHECKS
     said = "; ".join(doubts(subject.cfg))
     found = warning(said, "") if said else ok(f"output directory {subject.cfg.trainer.output_dir}")
     yield Outcome("configuration", found)
     if not subject.address:
-        yield from diagnose(subject, ThisMachine())
+        yield from diagnose(subject, ThisMachine(), checks)
         return
     from dapo.tools.doctor.nodes import RayNodes  # imports Ray
 
@@ -84,7 +86,7 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
         return
     try:
         yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"))
-        yield from diagnose(subject, nodes)
+        yield from diagnose(subject, nodes, checks)
     finally:
         nodes.close()
 

@@ -43,6 +43,14 @@ def placement(subject: Subject, machines: ThisMachine) -> Finding:
         return fault(str(error), "")
 
 
+def parity(subject: Subject) -> Finding:
+    """Starts an engine and an actor rank, and compares them token by token."""
+    from dapo.tools.doctor.parity import look  # imports Ray and torch
+
+    return look(subject)
+
+
+PARITY = Check("parity", DRIVER, parity)  # only with --parity: it loads the model twice
 CHECKS = (  # described in README.md
     Check("packages", NODE, software.packages),
     Check("GPUs", NODE, software.gpus, cheap=True),

@@ -280,6 +280,8 @@ class ActorMemory:
         rows = -(-tokens // -(-tokens * shape.vocab_size // LOGITS_CHUNK_ELEMENTS[device_of(self.cfg)]))
         yield self.activations.term_at_head(tokens)
         yield product("logits chunk and scratch", buffers, rows, shape.vocab_size)
+        if narrow and self.cfg.model.head_dtype == "float32" and device_of(self.cfg) == "cpu":
+            yield product("the head's weight in float32", FLOAT32, shape.vocab_size, shape.hidden_size)
         if not self.cfg.model.lora.rank:
             name = "gradient of the head's weight, float32 sum and a chunk's share"
             yield product(name, FLOAT32 + narrow, shape.vocab_size, shape.hidden_size)

@@ -143,6 +143,7 @@ def run(case: tuple[str, int, int], model: Path, sequences: Any, shards: DeviceM
     cfg = make_config(model, offload=offload, num_workers=2)
     cfg.model.dtype, cfg.model.lora.rank, cfg.trainer.colocate = "bfloat16", rank, "time"
     cfg.algorithm.entropy_coeff = cfg.algorithm.kl.loss_coeff = 0.1
+    cfg.model.head_dtype = "float32" if offload == "none" else "auto"
     world = dist.group.WORLD
     shared = SequenceParallel(1, size, world) if size > 1 else SequenceParallel()
     mesh = Mesh(Cuda(NAME), 1, 2, shards, shared, world)

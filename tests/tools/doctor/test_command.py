@@ -14,7 +14,7 @@ from dapo.config.compose import compose
 from dapo.main_ppo import launch
 from dapo.tools.doctor import __main__ as command
 from dapo.tools.doctor import limits
-from dapo.tools.doctor.checks import CHECKS, Outcome, check_machine
+from dapo.tools.doctor.checks import CHECKS, PARITY, Outcome, check_machine
 from dapo.tools.doctor.subject import FAULT, WARNING, Finding
 
 
@@ -57,6 +57,15 @@ def test_the_process_becomes_the_run_where_there_is_no_fault(level: str, monkeyp
         command.main()
     line = [sys.executable, sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", "trainer.seed=1"]
     assert became == ([] if level == FAULT else [line])
+
+
+def test_engine_and_rank_are_compared_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[list[str]] = []
+    monkeypatch.setattr(command, "diagnose", lambda subject, machines, checks: looked.append([*checks]) or iter(()))
+    for asked in ([], ["--parity"]):
+        monkeypatch.setattr(sys, "argv", ["doctor", *asked, "+experiment=dapo_tiny"])
+        command.main()
+    assert looked == [[*CHECKS], [*CHECKS, PARITY]]
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:

@@ -22,6 +22,7 @@ def token_logprobs(
     vocabulary: int,
     *,
     entropy_gradient: bool = False,
+    float32_logits: bool = False,
     support: Tensor | None = None,
     truncated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -29,9 +30,11 @@ def token_logprobs(
     truncated, over the tokens of `support`.
 
     hidden: [R, h]. labels: [R] int64. entropy_gradient: whether the entropy is differentiable; otherwise it is a
-    metric. support: [R, K] int, tokens of each position, padded by -1; the label is among them if truncated. Returns
-    (natural log-probability of each label, entropy in nats), both [R], in float32 or wider, and the log-probabilities
-    of the support [R, K], 0 for padding. With R = 0 they are empty and gradients zero, so that an FSDP rank without
+    metric. float32_logits: whether logits keep the product's float32 sums instead of being rounded to the dtype of
+    `hidden`; their gradient is rounded to it in both cases. support: [R, K] int, tokens of each position, padded by -1;
+    the label is among them if truncated. Returns (natural log-probability of each label, entropy in nats), both [R], in
+    float32 or wider, and the log-probabilities of the support [R, K], 0 for padding. With R = 0 they are empty and
+    gradients zero, so that an FSDP rank without
     tokens still takes part. Raises ValueError unless the head is an `nn.Linear`: only its weight and bias are used.
     """
     if type(head) is not nn.Linear:
@@ -41,7 +44,16 @@ def token_logprobs(
             "`model.lora.target_modules`"
         )
     return _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient, support, truncated
+        hidden,
+        head.weight,
+        head.bias,
+        labels,
+        temperature,
+        vocabulary,
+        entropy_gradient,
+        float32_logits,
+        support,
+        truncated,
     )
 
 
@@ -49,7 +61,14 @@ class _Logits:
     """Computes the logits of each chunk in reused buffers: fresh memory is expensive on a CPU."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, vocabulary: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        vocabulary: int,
+        *,
+        float32_logits: bool,
     ) -> None:
         self.weight = weight[:vocabulary]
         self._bias = None if bias is None else bias[:vocabulary]
@@ -59,6 +78,9 @@ class _Logits:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.product = hidden.new_empty(self.rows, vocabulary)
         self._values = self.product if self.dtype is hidden.dtype else torch.empty_like(self.product, dtype=self.dtype)
+        self._unrounded = float32_logits and self.dtype is not hidden.dtype
+        if self._unrounded and not hidden.is_cuda:  # only CUDA has products that are wider than their factors
+            self._wide_weight = self.weight.to(self.dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields (slice of the R rows, their logits / temperature [rows, vocabulary], which may be overwritten)."""
@@ -66,15 +88,26 @@ class _Logits:
             where = slice(start, start + self.rows)
             part = self._hidden[where]
             product, values = self.product[: len(part)], self._values[: len(part)]
-            if self._bias is None:
-                torch.mm(part, self.weight.T, out=product)
+            if self._unrounded:
+                self._multiply_unrounded(part, values)
             else:
-                torch.addmm(self._bias, part, self.weight.T, out=product)
-            if values.dtype is not product.dtype:
-                values.copy_(product)
+                if self._bias is None:
+                    torch.mm(part, self.weight.T, out=product)
+                else:
+                    torch.addmm(self._bias, part, self.weight.T, out=product)
+                if values.dtype is not product.dtype:
+                    values.copy_(product)
             if self._temperature != 1:
                 values.div_(self._temperature)
             yield where, values
+
+    def _multiply_unrounded(self, part: Tensor, values: Tensor) -> None:
+        if part.is_cuda:
+            torch.mm(part, self.weight.T, out_dtype=self.dtype, out=values)
+        else:
+            torch.mm(part.to(self.dtype), self._wide_weight.T, out=values)
+        if self._bias is not None:
+            values.add_(self._bias)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -88,10 +121,11 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         vocabulary: int,
         entropy_gradient: bool,
+        float32_logits: bool,
         support: Tensor | None,
         truncated: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        logits = _Logits(hidden, weight, bias, temperature, vocabulary)
+        logits = _Logits(hidden, weight, bias, temperature, vocabulary, float32_logits=float32_logits)
         # Not three views of one tensor: FSDP registers its backward hook on the outputs.
         logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=logits.dtype) for _ in range(3))
         of_support = None if support is None else hidden.new_zeros(support.shape, dtype=logits.dtype)
@@ -113,7 +147,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if of_support is not None:
                 of_support[where] = (likely - normalizer[where, None]).masked_fill_(support[where] < 0, 0.0)
         ctx.save_for_backward(hidden, weight, bias, labels, support, normalizer, entropy if entropy_gradient else None)
-        ctx.temperature, ctx.vocabulary, ctx.truncated = temperature, vocabulary, truncated
+        ctx.temperature, ctx.vocabulary = temperature, vocabulary
+        ctx.float32_logits, ctx.truncated = float32_logits, truncated
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, of_support
@@ -124,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor, support_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, support, normalizer, entropy = ctx.saved_tensors
-        logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary)
+        logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary, float32_logits=ctx.float32_logits)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=logits.dtype) if needs_weight else None
@@ -159,7 +194,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad, logits.weight, out=hidden_grad[where])
             if weight_grad is not None:
                 _add_product(weight_grad[: ctx.vocabulary], grad.T, hidden[where])
-        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), *[None] * 6
+        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), *[None] * 7
 
 
 def _indices(support: Tensor) -> Tensor:

@@ -179,17 +179,24 @@ class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP. `model`
     must use an attention of `workers.training.forward.attention.implementation`. Dropout and the noise of expert
     routers are switched off. entropy_gradient: whether the entropy is differentiable; if not, it costs no memory.
-    truncated: whether probabilities are over the support of each position and not over the vocabulary."""
+    float32_logits: see `token_logprobs`. truncated: whether probabilities are over the support of each position and not
+    over the vocabulary."""
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False, truncated: bool = False
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        float32_logits: bool = False,
+        truncated: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
+        self.float32_logits, self.truncated = float32_logits, truncated
         take_experts(model)
-        self.truncated = truncated
         self.variant = Variant()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -226,6 +233,9 @@ class PackedPolicy(nn.Module):
         ).last_hidden_state
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
+        float32_logits = self.float32_logits
+        if self.variant.other_head:
+            hidden, head, float32_logits = _in_other_type(hidden, head, float32_logits)
         logprobs, entropy, of_support = token_logprobs(
             hidden,
             head,
@@ -233,6 +243,7 @@ class PackedPolicy(nn.Module):
             self.temperature,
             vocabulary,
             entropy_gradient=self.entropy_gradient,
+            float32_logits=float32_logits,
             support=batch.support,
             truncated=self.truncated and batch.support is not None,
         )
@@ -245,3 +256,14 @@ class PackedPolicy(nn.Module):
         if of_support is not None:
             of_support = gather_rows(of_support, batch.counts, batch.segments.group)
         return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach(), of_support
+
+
+def _in_other_type(hidden: Tensor, head: nn.Linear, float32_logits: bool) -> tuple[Tensor, nn.Linear, bool]:
+    """Returns what gives logits in float32 where they are rounded, and rounded to bfloat16 where they are not."""
+    if hidden.dtype is not torch.float32:
+        return hidden, head, not float32_logits
+    rounded = nn.Linear(*head.weight.T.shape, bias=head.bias is not None, device="meta")
+    rounded.weight = nn.Parameter(head.weight.bfloat16())
+    if head.bias is not None:
+        rounded.bias = nn.Parameter(head.bias.bfloat16())
+    return hidden.bfloat16(), rounded, False

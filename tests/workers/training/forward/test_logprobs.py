@@ -184,6 +184,50 @@ def test_in_bfloat16_the_weight_gradient_is_summed_in_float32(monkeypatch: pytes
     assert by_row < 1.5 * whole < 0.01
 
 
+@pytest.mark.parametrize("elements", [5 * VOCABULARY, 1 << 24], ids=["chunks", "whole"])
+@pytest.mark.parametrize(("bias", "padding"), [(False, 0), (True, 7)], ids=["plain", "bias-and-padding"])
+def test_logits_in_float32_are_not_rounded_to_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, elements: int, bias: bool, padding: int
+) -> None:
+    """Logits of about 10, where a step of bfloat16 is 0.06; against float64."""
+    chunk_of(monkeypatch, elements)
+    torch.manual_seed(5)
+    head = nn.Linear(HIDDEN, VOCABULARY + padding, bias=bias, dtype=torch.bfloat16)
+    head.weight.data.normal_()
+    exact = nn.Linear(HIDDEN, VOCABULARY + padding, bias=bias, dtype=torch.float64)
+    exact.load_state_dict(head.state_dict())
+    hidden, labels = 3 * torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16), torch.randint(0, VOCABULARY, (ROWS,))
+    weights, others = torch.randn(2, ROWS)
+
+    def gradients(head: nn.Module, x: Tensor, logprobs: Tensor, entropy: Tensor) -> list[Tensor]:
+        head.zero_grad()
+        ((weights * logprobs).sum() + (others * entropy).sum()).backward()
+        return [grad for grad in (x.grad, *(p.grad for p in head.parameters())) if grad is not None]
+
+    y = hidden.double().requires_grad_()
+    wanted = plain(y, exact, labels, 0.7, VOCABULARY)[:2]
+    wanted_gradients = gradients(exact, y, *wanted)
+    errors = {}
+    for float32_logits in (False, True):
+        x = hidden.clone().requires_grad_()
+        options = {"entropy_gradient": True, "float32_logits": float32_logits}
+        found = token_logprobs(x, head, labels, 0.7, VOCABULARY, **options)[:2]
+        assert found[0].dtype == found[1].dtype == torch.float32
+        own = gradients(head, x, *found)
+        assert [grad.dtype for grad in own] == [torch.bfloat16] * len(wanted_gradients)
+        values = max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+        errors[float32_logits] = values, max(map(distance, own, wanted_gradients))
+    assert errors[True][0] < 1e-4 < 1e-2 < errors[False][0]
+    assert errors[True][1] < 4e-3 and errors[False][1] > 2 * errors[True][1]
+
+
+def test_logits_in_float32_change_nothing_in_float32() -> None:
+    torch.manual_seed(6)
+    head, hidden, labels = nn.Linear(HIDDEN, VOCABULARY), torch.randn(ROWS, HIDDEN), torch.arange(ROWS)
+    both = [token_logprobs(hidden, head, labels, 0.7, VOCABULARY, float32_logits=flag)[0] for flag in (False, True)]
+    assert torch.equal(*both)
+
+
 def test_a_frozen_head_gets_no_gradient_and_without_any_nothing_is_kept() -> None:
     """Only the hidden states have a gradient, as with LoRA."""
     torch.manual_seed(4)
