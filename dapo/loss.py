@@ -150,9 +150,7 @@ def kl_cov_loss(
     return _checked(loss, logprobs, old_logprobs, advantages), _stats(log_ratio, torch.zeros_like(loss).bool())
 
 
-def reinforce_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns -A logp (REINFORCE, arXiv 2402.14740). Shapes and second value as in `policy_loss`; nothing is
     clipped."""
     loss = _checked(-advantages * logprobs, logprobs, old_logprobs, advantages)

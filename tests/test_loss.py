@@ -183,9 +183,7 @@ def test_gmpo_is_the_papers_objective_in_any_order(responses, random):
     log_ratio, advantages, ids, lengths, clipped = zip(*(rows[i] for i in order), strict=True)
     logprobs = (torch.tensor(log_ratio, dtype=F64) - 1.0).requires_grad_()
     old = torch.full_like(logprobs, -1.0)
-    loss, stats = gmpo_loss(
-        logprobs, old, torch.tensor(advantages, dtype=F64), torch.tensor(ids), low=0.3, high=0.5
-    )
+    loss, stats = gmpo_loss(logprobs, old, torch.tensor(advantages, dtype=F64), torch.tensor(ids), low=0.3, high=0.5)
     weights = 1.0 / (len(responses) * torch.tensor(lengths, dtype=F64))  # seq-mean-token-mean
     (weights * loss).sum().backward()
     assert logprobs.grad is not None

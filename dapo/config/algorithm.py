@@ -42,9 +42,7 @@ POLICY_LOSSES = {
         ("dppo.max_tv", "dppo.max_ratio"),
         of_engines=True,
     ),
-    "dppo_kl": PolicyLoss(
-        "the same for the KL divergence", ("dppo.max_kl", "dppo.max_ratio"), of_engines=True
-    ),
+    "dppo_kl": PolicyLoss("the same for the KL divergence", ("dppo.max_kl", "dppo.max_ratio"), of_engines=True),
     "clip_cov": PolicyLoss(
         "`clip` without some of the tokens whose log-probability and advantage are high together (arXiv 2505.22617, "
         "bounds 1 and 1)",
@@ -200,9 +198,7 @@ class SapoConfig:
     tau_positive: float = positive(
         1.0, "where the advantage is positive", verl=f"{ACTOR}.tau_pos", trl="sapo_temperature_pos"
     )
-    tau_negative: float = positive(
-        1.05, "where it is not", verl=f"{ACTOR}.tau_neg", trl="sapo_temperature_neg"
-    )
+    tau_negative: float = positive(1.05, "where it is not", verl=f"{ACTOR}.tau_neg", trl="sapo_temperature_neg")
 
 
 @dataclass(slots=True)
@@ -244,7 +240,7 @@ class ClipCovConfig:
 
 @dataclass(slots=True)
 class KlCovConfig:
-    """`kl_cov` takes the tokens for which the product that `clip_cov` looks at is highest."""
+    """`kl_cov` takes the tokens for which the product that `clip_cov` looks at is highest, and positive."""
 
     share: float = share(
         2e-3,
@@ -252,9 +248,7 @@ class KlCovConfig:
         "; published are 2e-3 for 7B and 2e-4 for 32B",
         verl=f"{ACTOR}.policy_loss.kl_cov_ratio",
     )
-    coeff: float = positive(
-        1.0, "factor of |log-ratio| in their loss", verl=f"{ACTOR}.policy_loss.ppo_kl_coef"
-    )
+    coeff: float = positive(1.0, "factor of |log-ratio| in their loss", verl=f"{ACTOR}.policy_loss.ppo_kl_coef")
 
 
 @dataclass(slots=True)

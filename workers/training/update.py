@@ -250,12 +250,13 @@ class Updater:
         """Returns a mask [R] per micro-batch of the tokens that `clip_cov` leaves out, or that `kl_cov` holds.
         sequences: those of each micro-batch. logprobs: of before the update."""
         cfg = self._cfg.algorithm
-        values, share = covariances(logprobs, minibatch), cfg.kl_cov.share
+        found, share = covariances(logprobs, minibatch), cfg.kl_cov.share
+        values = [value.where(value > 0, -math.inf) for value in found]  # all are 0 if all advantages are equal
         if cfg.policy_loss == "clip_cov":
             share, lower, upper = cfg.clip_cov.share, cfg.clip_cov.lower, cfg.clip_cov.upper
             values = [
                 dice(own, version).to(value).where((value > lower) & (value < upper), -math.inf)
-                for own, value in zip(sequences, values, strict=True)
+                for own, value in zip(sequences, found, strict=True)
             ]
         return highest(values, [batch.weights for batch in minibatch], share, self._mesh)
 
@@ -292,9 +293,7 @@ class Updater:
             elif chosen is not None:
                 constants = replace(constants, chosen=chosen[k])
             if threshold := self._cfg.algorithm.rollout_correction.off_policy_mask_threshold:
-                mask = off_policy_mask(
-                    logprobs, batch.rollout_logprobs, batch.advantages, batch.segment_ids, threshold
-                )
+                mask = off_policy_mask(logprobs, batch.rollout_logprobs, batch.advantages, batch.segment_ids, threshold)
                 constants = replace(constants, correction=constants.correction * mask)
             result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.

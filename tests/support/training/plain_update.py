@@ -95,8 +95,10 @@ def _plain_policy(
         case "dppo_tv" | "dppo_kl":
             p, q = logprobs.detach().double().exp(), old.double().exp()
             kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
-            far = (p - q).abs() > algorithm.dppo.max_tv if algorithm.policy_loss == "dppo_tv" else (
-                kl > algorithm.dppo.max_kl
+            far = (
+                (p - q).abs() > algorithm.dppo.max_tv
+                if algorithm.policy_loss == "dppo_tv"
+                else (kl > algorithm.dppo.max_kl)
             )
             low, high = (nowhere, far & (p > q)) if advantage > 0 else (far & (p < q), nowhere)
             capped = ratio.detach().clamp(max=algorithm.dppo.max_ratio)
@@ -118,9 +120,12 @@ def _plain_correction(difference: torch.Tensor, cfg: RolloutCorrectionConfig) ->
     of_response = {"sequence": difference.sum(), "geometric": difference.mean()}
     together = of_response.get(cfg.level)
     importance = torch.exp(difference if together is None else together.repeat(len(difference)))
-    low, high = {"none": (0.0, math.inf), "truncate": (0.0, cfg.upper), "mask": (cfg.lower, cfg.upper), "icepop": (0.5, 5.0)}[
-        cfg.mode
-    ]
+    low, high = {
+        "none": (0.0, math.inf),
+        "truncate": (0.0, cfg.upper),
+        "mask": (cfg.lower, cfg.upper),
+        "icepop": (0.5, 5.0),
+    }[cfg.mode]
     affected = (importance < low) | (importance > high)
     correction = {
         "none": torch.ones_like(importance),
@@ -211,7 +216,7 @@ def _chosen(
         if algorithm.rollout_correction.use_rollout_logprobs:
             known = sequence.rollout_logprobs.tolist()
         rows += [
-            (logprob, sequence.advantage, number, i, j)
+            (logprob, float(np.float32(sequence.advantage)), number, i, j)
             for j, (logprob, number) in enumerate(zip(known, dice([sequence], version).tolist(), strict=True))
         ]
     logprob, advantage = (sum(row[column] for row in rows) / len(rows) for column in (0, 1))
@@ -220,7 +225,8 @@ def _chosen(
         between = [row for row in rows if algorithm.clip_cov.lower < of[row[3:]] < algorithm.clip_cov.upper]
         ranked, share = sorted(between, key=lambda row: -row[2]), algorithm.clip_cov.share
     else:
-        ranked, share = sorted(rows, key=lambda row: -of[row[3:]]), algorithm.kl_cov.share
+        positive = [row for row in rows if of[row[3:]] > 0]
+        ranked, share = sorted(positive, key=lambda row: -of[row[3:]]), algorithm.kl_cov.share
     for *_, i, j in ranked[: max(1, math.ceil(share * len(rows)))]:
         nothing[i][j] = True
     return nothing

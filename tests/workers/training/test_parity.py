@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dapo.config.actor import LoraConfig
-from dapo.config.algorithm import AlgorithmConfig, ClipCovConfig, KlCovConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import AlgorithmConfig, ClipCovConfig, KLConfig, KlCovConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.model_families import FAMILIES, save_model

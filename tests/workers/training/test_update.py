@@ -16,8 +16,8 @@ from dapo.config.algorithm import (
     ClipCovConfig,
     DppoConfig,
     GmpoConfig,
-    KlCovConfig,
     KLConfig,
+    KlCovConfig,
     RolloutCorrectionConfig,
 )
 from dapo.config.schema import Config
@@ -99,7 +99,7 @@ ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
             ONE_STEP, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2), **ENGINES}, id="kl_cov_of_engines"
         ),
         pytest.param(TWO_EPOCHS, {"policy_loss": "reinforce", **reinforced("truncate")}, id="reinforce_truncate"),
-        pytest.param(TWO_EPOCHS, {"policy_loss": "reinforce", **reinforced("icepop")}, id="reinforce_icepop"),
+        pytest.param(ONE_STEP, {"policy_loss": "reinforce", **reinforced("icepop")}, id="reinforce_icepop"),
         pytest.param(ONE_STEP, {"rollout_correction": RolloutCorrectionConfig(mode="icepop")}, id="icepop"),
         pytest.param(TWO_EPOCHS, {"rollout_correction": SEQUENCE_MASK}, id="off_policy_mask"),
         pytest.param(
@@ -123,7 +123,7 @@ def test_update_and_metrics_are_those_of_plain_torch(
     rank: ActorWorker, model_dir: Path, order: tuple[int, ...], algorithm: dict[str, Any]
 ) -> None:
     cfg = reset(rank, algorithm, optim={"lr": 1e-2})
-    noise = 0.5 if cfg.algorithm.rollout_correction.mode == "icepop" else 0.3  # its bounds are wide
+    noise = 0.42 if cfg.algorithm.rollout_correction.mode == "icepop" else 0.3  # its bounds are wide
     minibatches = tuple(mismatched(model_dir, seed, stale=noise) for seed in sorted(set(order)))
     batch = TrainBatch(version=20, minibatches=minibatches, order=order)
     metrics = assert_update(update_here(rank, batch).metrics, [full_weights(rank)], cfg, batch)
