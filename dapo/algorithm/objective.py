@@ -32,9 +32,10 @@ class Constants:
 
     old_logprobs: the policy's before the update, or the engines'. ref_logprobs: the reference policy's; None without a
     KL term. correction: factor of the policy loss (`rollout_correction`; 0 for tokens left out by
-    `algorithm.entropy_top_share`, `clip_cov` or `off_policy_mask`). weights: `dapo.loss.token_weights`; a token of weight 0 is masked: its other values,
-    NaN included, affect neither loss nor gradient nor metrics. segment_ids: int, the response of each token, counted
-    from 0. chosen: 1 for the tokens that `kl_cov` holds, else 0; None: another loss.
+    `algorithm.entropy_top_share`, `clip_cov` or `off_policy_mask`). weights: `dapo.loss.token_weights`; a token of
+    weight 0 is masked: its other values, NaN included, affect neither loss nor gradient nor metrics. segment_ids: int,
+    the response of each token, counted from 0. chosen: 1 for the tokens that `kl_cov` holds, else 0; None: another
+    loss.
     """
 
     old_logprobs: Tensor
