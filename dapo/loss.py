@@ -144,7 +144,8 @@ def kl_cov_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, penalties: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of KL-Cov (arXiv 2505.22617): -A r + penalty |logp - old_logp|. penalties: the factor for each
-    token, 0 for most. Shapes and second value as in `policy_loss`; nothing is clipped."""
+    token, 0 for most; it has no gradient where nothing has moved. Shapes and second value as in `policy_loss`; nothing
+    is clipped."""
     log_ratio = clamped_difference(logprobs, old_logprobs)
     loss = -advantages * log_ratio.exp() + penalties * log_ratio.abs()
     return _checked(loss, logprobs, old_logprobs, advantages), _stats(log_ratio, torch.zeros_like(loss).bool())

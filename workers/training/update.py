@@ -58,7 +58,7 @@ def highest(values: Sequence[Tensor], weights: Sequence[Tensor], share: float, m
 
 @torch.no_grad()
 def covariances(logprobs: Sequence[Tensor], minibatch: Sequence[MicroBatch]) -> list[Tensor]:
-    """Returns (logp - mean) (A - mean) per token (arXiv 2505.22617, Eq. 10), float64 [R] per micro-batch, with means
+    """Returns (logp - mean) (A - mean) per token (arXiv 2505.22617), float64 [R] per micro-batch, with means
     over the trained tokens of all ranks. A collective over all ranks."""
     sums = torch.zeros(3, dtype=torch.float64, device=minibatch[0].weights.device)
     for own, batch in zip(logprobs, minibatch, strict=True):
