@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("verl==0.9.1", "trl==1.16.0", "polgrad==0.2.1")
-NEEDED = ("tensordict==0.15.3", "pyvers==0.2.3", "orjson==3.13.0", "codetiming==1.4.0")  # what verl imports and dapo does not
+NEEDED = ("tensordict==0.15.3", "pyvers==0.2.3", "orjson==3.13.0", "codetiming==1.4.0")  # verl imports them
 BOUND = 1e-7  # verl adds 1e-8 to lengths and probabilities
 
 
