@@ -94,6 +94,11 @@ ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
         pytest.param(TWO_EPOCHS, {"policy_loss": "dppo_kl", "dppo": NARROW, **ENGINES}, id="dppo_kl"),
         pytest.param(ONE_STEP, {"policy_loss": "clip_cov", "clip_cov": SOME}, id="clip_cov_one_step"),
         pytest.param(TWO_EPOCHS, {"policy_loss": "clip_cov", "clip_cov": SOME, **ENGINES}, id="clip_cov_of_engines"),
+        pytest.param(
+            ONE_STEP,
+            {"policy_loss": "clip_cov", "clip_cov": SOME, "entropy_top_share": 0.5, **ENGINES},
+            id="clip_cov_of_engines_high_entropy",
+        ),
         pytest.param(TWO_EPOCHS, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2)}, id="kl_cov"),
         pytest.param(
             ONE_STEP, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2), **ENGINES}, id="kl_cov_of_engines"
