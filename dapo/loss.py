@@ -85,6 +85,79 @@ def cispo_loss(
     return loss, _stats(log_ratio, weight != ratio)
 
 
+def sapo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, with tau_positive where A > 0 and
+    else tau_negative. Its gradient at r = 1 is that of -A r. Shapes and second value as in `policy_loss`; nothing is
+    clipped."""
+    log_ratio = clamped_difference(logprobs, old_logprobs)
+    tau = torch.where(advantages > 0, advantages.new_full((), tau_positive), advantages.new_full((), tau_negative))
+    loss = -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
+    return _checked(loss, logprobs, old_logprobs, advantages), _stats(log_ratio, torch.zeros_like(loss).bool())
+
+
+def gmpo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segment_ids: Tensor, *, low: float, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of GMPO (arXiv 2507.20673): -A s, with one s per response, the geometric mean of its tokens'
+    ratios. Before the mean a log-ratio is clipped, at most `high` where A > 0 and at least -`low` where A < 0.
+    Arguments, the gradient through the token's own log-probability, and second value as in `gspo_loss`."""
+    log_ratio = clamped_difference(logprobs, old_logprobs)
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    lengths = segment_sum(torch.ones_like(log_ratio), segment_ids)
+    mean = segment_sum(bounded.detach(), segment_ids) / lengths
+    loss = -advantages * (mean + bounded - bounded.detach()).exp()
+    clipped = (bounded != log_ratio) & (advantages != 0)
+    return _checked(loss, logprobs, old_logprobs, advantages), _stats(log_ratio, clipped)
+
+
+def dppo_loss(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: str,
+    bound: float,
+    max_ratio: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of DPPO (arXiv 2602.04879): -A sg(min(r, max_ratio)) logp, with r the ratio to the policy that
+    sampled, and 0 for a token that is outside its trust region: its probability is above the sampler's where A > 0, or
+    below where A < 0, and the divergence of the two is above `bound`. divergence: "tv", |p - q|, or "kl", in nats, of
+    the sampler's (q, 1 - q) to (p, 1 - p), the token against all others. Shapes and second value as in `policy_loss`;
+    "clipped": outside, "dual_clipped": inside, and max_ratio binds."""
+    log_ratio = clamped_difference(logprobs, rollout_logprobs).detach()
+    p, q = logprobs.detach().exp(), rollout_logprobs.exp()
+    moved = (p - q) * advantages.sign()
+    outside = moved > bound
+    if divergence == "kl":
+        rest_p, rest_q = ((-torch.expm1(one)).clamp(min=0.0) for one in (logprobs.detach(), rollout_logprobs))
+        kl = -q * log_ratio + torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p)
+        outside = (moved > 0) & (kl > bound)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(max=max_ratio).masked_fill(outside, 0.0)
+    loss = _checked(-advantages * weight * logprobs, logprobs, rollout_logprobs, advantages)
+    return loss, _stats(log_ratio, outside, dual_clipped=(ratio > max_ratio) & ~outside)
+
+
+def kl_cov_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, penalties: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of KL-Cov (arXiv 2505.22617): -A r + penalty |logp - old_logp|. penalties: the factor for each
+    token, 0 for most; it has no gradient where nothing has moved. Shapes and second value as in `policy_loss`; nothing
+    is clipped."""
+    log_ratio = clamped_difference(logprobs, old_logprobs)
+    loss = -advantages * log_ratio.exp() + penalties * log_ratio.abs()
+    return _checked(loss, logprobs, old_logprobs, advantages), _stats(log_ratio, torch.zeros_like(loss).bool())
+
+
+def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns -A logp (REINFORCE, arXiv 2402.14740). Shapes and second value as in `policy_loss`; nothing is
+    clipped."""
+    loss = _checked(-advantages * logprobs, logprobs, old_logprobs, advantages)
+    return loss, _stats(clamped_difference(logprobs, old_logprobs), torch.zeros_like(loss).bool())
+
+
 def _stats(log_ratio: Tensor, clipped: Tensor, dual_clipped: Tensor | None = None) -> dict[str, Tensor]:
     dual_clipped = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
     return {"clipped": clipped, "dual_clipped": dual_clipped, "approx_kl": -log_ratio.detach()}

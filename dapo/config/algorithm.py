@@ -12,7 +12,54 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 )
-POLICY_LOSSES = ("clip", "gspo", "cispo")
+CLIP = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of the key `algorithm`, also for a loss of one's own
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A built-in policy loss (`dapo.algorithm.objective` calls it). text: what it does. keys: its parameters, below
+    `algorithm`; those of other losses keep their defaults. of_engines: whether it compares the policy with the engines
+    alone and needs `use_rollout_logprobs`."""
+
+    text: str
+    keys: tuple[str, ...] = CLIP
+    of_engines: bool = False
+
+
+POLICY_LOSSES = {
+    "clip": PolicyLoss("clip-higher with dual clip (Eqs. 8-10)"),
+    "gspo": PolicyLoss("one ratio per response (arXiv 2507.18071, bounds 3e-4 and 4e-4)", CLIP[:2]),
+    "cispo": PolicyLoss("the detached clipped ratio as a weight (arXiv 2506.13585)", CLIP[:2]),
+    "sapo": PolicyLoss(
+        "a gate that closes smoothly in place of the clip (arXiv 2511.20347)",
+        ("sapo.tau_positive", "sapo.tau_negative"),
+    ),
+    "gmpo": PolicyLoss(
+        "one ratio per response, the geometric mean of clipped ones (arXiv 2507.20673)", ("gmpo.low", "gmpo.high")
+    ),
+    "dppo_tv": PolicyLoss(
+        "no move away from the engines' policy beyond a total variation (arXiv 2602.04879)",
+        ("dppo.max_tv", "dppo.max_ratio"),
+        of_engines=True,
+    ),
+    "dppo_kl": PolicyLoss("the same for the KL divergence", ("dppo.max_kl", "dppo.max_ratio"), of_engines=True),
+    "clip_cov": PolicyLoss(
+        "`clip` without some of the tokens whose log-probability and advantage are high together (arXiv 2505.22617, "
+        "bounds 1 and 1)",
+        (*CLIP, "clip_cov.share", "clip_cov.lower", "clip_cov.upper"),
+    ),
+    "kl_cov": PolicyLoss(
+        "the ratio as it is, with a penalty on the change of such tokens (the same paper)",
+        ("kl_cov.share", "kl_cov.coeff"),
+    ),
+    "reinforce": PolicyLoss(
+        "the log-probability, weighted by `rollout_correction` with the policy of each optimizer step (arXiv "
+        "2402.14740)",
+        (),
+        of_engines=True,
+    ),
+}
+BY_COVARIANCE = ("clip_cov", "kl_cov")  # losses that choose tokens of a mini-batch before it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +86,8 @@ ADVANTAGES = {
 }
 KL_ESTIMATORS = ("k1", "k2", "k3")
 MAX_SUPPORT = 1024  # tokens per position that an engine returns in training
-CORRECTION_MODES = ("none", "truncate", "mask")
+CORRECTION_MODES = ("none", "truncate", "mask", "icepop")
+ICEPOP = (0.5, 5.0)  # the published bounds
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 ACTOR = "actor_rollout_ref.actor"  # of verl's names
 
@@ -102,7 +150,7 @@ class RolloutCorrectionConfig:
         CORRECTION_MODES,
         "none",
         "`truncate` caps the weight at `upper` (truncated importance sampling), `mask` gives 0 to a weight outside "
-        "[`lower`, `upper`]",
+        "[`lower`, `upper`], `icepop` is `mask` per token with the bounds 0.5 and 5 (arXiv 2510.18855)",
         verl="algorithm.rollout_correction",
         trl="vllm_importance_sampling_mode",
     )
@@ -123,10 +171,18 @@ class RolloutCorrectionConfig:
     lower: float = positive(0.5, "lower end of what `mask` keeps", trl="vllm_importance_sampling_clip_min")
     use_rollout_logprobs: bool = key(
         False,
-        "take the engine's log-probabilities for the old ones instead of computing them again; then there is nothing "
-        "to correct, `mode` must be none, and of several mini-batches only the first is compared with the engines "
-        "before it trains",
+        "take the engine's log-probabilities for the old ones instead of computing them again; then the ratio of the "
+        "loss is the correction, `mode` must be none (except with `reinforce`, which has no ratio), and of several "
+        "mini-batches only the first is compared with the engines before it trains",
         verl="algorithm.rollout_correction.bypass_mode",
+    )
+    off_policy_mask_threshold: float = at_least(
+        0,
+        0.0,
+        "a response with a negative advantage has no policy loss if the mean over its tokens of log-probability of "
+        "the engines - of the policy is above this, in nats (off-policy sequence mask, arXiv 2512.02556, Eq. 9)",
+        "; 0: no mask; there is no published value",
+        trl="off_policy_mask_threshold",
     )
     max_mean_stale_logprob_diff: float = positive(
         0.5,
@@ -137,16 +193,75 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(slots=True)
+class SapoConfig:
+    """Temperatures of the gate of `sapo`: the higher, the sooner it closes where the ratio leaves 1."""
+
+    tau_positive: float = positive(
+        1.0, "where the advantage is positive", verl=f"{ACTOR}.tau_pos", trl="sapo_temperature_pos"
+    )
+    tau_negative: float = positive(1.05, "where it is not", verl=f"{ACTOR}.tau_neg", trl="sapo_temperature_neg")
+
+
+@dataclass(slots=True)
+class GmpoConfig:
+    """Bounds of `gmpo` on the log-ratio of a token."""
+
+    low: float = positive(0.4, "it is clipped below at minus this, where the advantage is negative")
+    high: float = positive(0.4, "it is clipped above at this, where the advantage is positive")
+
+
+@dataclass(slots=True)
+class DppoConfig:
+    """`dppo_tv` and `dppo_kl` drop a token that has moved away from the engine's probability of it, in the direction
+    of its advantage, by more than a bound. The divergence is of two outcomes: this token or any other."""
+
+    max_tv: float = share(0.15, "bound of `dppo_tv` on the difference of the probabilities")
+    max_kl: float = positive(0.05, "bound of `dppo_kl` on KL(engine || policy), in nats")
+    max_ratio: float = key(
+        20.0,
+        "cap of the detached ratio that weighs a token, of both; the paper advises a large one",
+        values="above 1",
+        holds=lambda value: value > 1,
+    )
+
+
+@dataclass(slots=True)
+class ClipCovConfig:
+    """`clip_cov` looks for tokens with a high (log-probability - its mean) x (advantage - its mean), means over the
+    mini-batch, log-probabilities of before the update."""
+
+    share: float = share(
+        2e-4,
+        "part of a mini-batch's tokens that has no policy loss, drawn at random from those between the bounds",
+        verl=f"{ACTOR}.policy_loss.clip_cov_ratio",
+    )
+    lower: float = key(1.0, "lower bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_lb")
+    upper: float = key(5.0, "upper bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_ub")
+
+
+@dataclass(slots=True)
+class KlCovConfig:
+    """`kl_cov` takes the tokens for which the product that `clip_cov` looks at is highest, and positive."""
+
+    share: float = share(
+        2e-3,
+        "part of a mini-batch's tokens that is held near the old policy",
+        "; published are 2e-3 for 7B and 2e-4 for 32B",
+        verl=f"{ACTOR}.policy_loss.kl_cov_ratio",
+    )
+    coeff: float = positive(1.0, "factor of |log-ratio| in their loss", verl=f"{ACTOR}.policy_loss.ppo_kl_coef")
+
+
+@dataclass(slots=True)
 class AlgorithmConfig:
     """The objective turns rewards into advantages and advantages into a loss (Eqs. 8-12)."""
 
     advantage: AdvantageConfig = section(AdvantageConfig)
     policy_loss: str = one_of_or_own(
-        POLICY_LOSSES,
+        tuple(POLICY_LOSSES),
         "clip",
-        "`clip`: clip-higher with dual clip (Eqs. 8-10); `gspo`: one ratio per response (arXiv 2507.18071, bounds 3e-4 "
-        "and 4e-4); `cispo`: the detached clipped ratio as a weight (arXiv 2506.13585); or a function of your own "
-        "(dapo/algorithm/own/README.md)",
+        "; ".join(f"`{name}`: {each.text}" for name, each in POLICY_LOSSES.items())
+        + "; or a function of your own; what goes with what: dapo/algorithm/own/README.md",
         verl=f"{ACTOR}.policy_loss.loss_mode",
         trl="importance_sampling_level, loss_type",
     )
@@ -171,6 +286,11 @@ class AlgorithmConfig:
         verl=f"{ACTOR}.clip_ratio_c",
         trl="delta",
     )
+    sapo: SapoConfig = section(SapoConfig)
+    gmpo: GmpoConfig = section(GmpoConfig)
+    dppo: DppoConfig = section(DppoConfig)
+    clip_cov: ClipCovConfig = section(ClipCovConfig)
+    kl_cov: KlCovConfig = section(KlCovConfig)
     loss_agg_mode: str = one_of(
         LOSS_AGG_MODES,
         "token-mean",
@@ -204,3 +324,10 @@ class AlgorithmConfig:
         values=f"0 to {MAX_SUPPORT}",
         holds=lambda value: 0 <= value <= MAX_SUPPORT,
     )
+
+
+def corrects(cfg: AlgorithmConfig) -> bool:
+    """Whether the loss corrects for tokens that another policy sampled than the one that trains: by a weight, or by
+    its own ratio to the engines."""
+    ratio_to_engines = cfg.rollout_correction.use_rollout_logprobs and cfg.policy_loss != "reinforce"
+    return cfg.rollout_correction.mode != "none" or ratio_to_engines

@@ -1,10 +1,19 @@
 """Checks of the composed configuration across fields, before any worker starts."""
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from dapo.config import fields
-from dapo.config.algorithm import MAX_SUPPORT
+from dapo.config.algorithm import (
+    CLIP,
+    MAX_SUPPORT,
+    POLICY_LOSSES,
+    AlgorithmConfig,
+    PolicyLoss,
+    RolloutCorrectionConfig,
+    corrects,
+)
 from dapo.config.names import ENGINE
 from dapo.config.rules.engine import (
     arguments,
@@ -43,6 +52,7 @@ WHOLE_ENGINE_ARGS = (
 
 TRAIN = "train"
 RESERVED = (TRAIN, "eval")  # names of splits in the sample store (`dapo.report.store.schema`)
+CENTERED = ("clip", "cispo", "reinforce")  # losses that `algorithm.score_centering` goes with
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; a larger value was meant for single tokens
 MAX_GEOMETRIC = 1.1  # a mean difference of 0.1 nats per token; a larger value was meant for single tokens
 
@@ -55,7 +65,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         *([_sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
         _lengths,
         _greedy,
-        *([_objective, _correction, quantized_training, replayed_experts] if trains else []),
+        *([_objective, _policy_loss, _correction, quantized_training, replayed_experts] if trains else []),
         _engine_args,
         starts,
         *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),
@@ -83,10 +93,11 @@ def doubts(cfg: Config) -> Iterator[str]:
         )
 
     staleness, algorithm = cfg.filter_groups.max_staleness, cfg.algorithm
-    if staleness and algorithm.rollout_correction.mode == "none" and not algorithm.score_centering:
+    if staleness and not corrects(algorithm) and not algorithm.score_centering:
         yield (
             f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and nothing corrects for "
-            "it; set `algorithm.rollout_correction.mode` (truncate or mask) or `algorithm.score_centering`"
+            "it; set `algorithm.rollout_correction.mode` (truncate or mask) or `algorithm.score_centering`, or take a "
+            "loss whose own ratio does (`algorithm.rollout_correction.use_rollout_logprobs=true`)"
         )
 
 
@@ -279,37 +290,78 @@ def _objective(cfg: Config) -> Iterator[str]:
 
 
 def _score_centering(cfg: Config) -> Iterator[str]:
-    """It centers the gradient of single tokens' ratios."""
+    """It centers the gradient of losses whose weight of a token is that of `rollout_correction` alone."""
     algorithm, own = cfg.algorithm, f"`algorithm.score_centering` ({cfg.algorithm.score_centering})"
-    loss = algorithm.policy_loss
-    if loss not in ("clip", "cispo"):
-        yield f"{own} does not fit `algorithm.policy_loss` ({loss}); take clip or cispo, or set it to 0"
-    if algorithm.rollout_correction.mode != "none" and algorithm.rollout_correction.level != "token":
+    loss, correction = algorithm.policy_loss, algorithm.rollout_correction
+    if loss not in CENTERED:
+        yield f"{own} does not fit `algorithm.policy_loss` ({loss}); take one of {', '.join(CENTERED)}, or set it to 0"
+    if correction.use_rollout_logprobs and loss in ("clip", "cispo"):
         yield (
-            f"{own} needs weights of single tokens, and `algorithm.rollout_correction.level` is "
-            f"{algorithm.rollout_correction.level}; take token, or set it to 0"
+            f"{own} would correct twice with `algorithm.rollout_correction.use_rollout_logprobs` (true), whose ratio "
+            "has no drift; set one of them to its default"
         )
-    if algorithm.entropy_top_share < 1:
+    if correction.mode != "none" and correction.level != "token":
         yield (
-            f"{own} centers all tokens, and `algorithm.entropy_top_share` ({algorithm.entropy_top_share}) trains on "
-            "some; set one of them to its default"
+            f"{own} needs weights of single tokens, and `algorithm.rollout_correction.level` is {correction.level}; "
+            "take token, or set it to 0"
+        )
+    for name, value, usual in (
+        ("entropy_top_share", algorithm.entropy_top_share, 1.0),
+        ("rollout_correction.off_policy_mask_threshold", correction.off_policy_mask_threshold, 0.0),
+    ):
+        if value != usual:
+            yield f"{own} centers all tokens, and `algorithm.{name}` ({value}) leaves some out; set one to its default"
+
+
+def _policy_loss(cfg: Config) -> Iterator[str]:
+    """Refuses parameters of a loss that is not the one that trains, and what it does not go with."""
+    algorithm, correction = cfg.algorithm, cfg.algorithm.rollout_correction
+    loss = POLICY_LOSSES.get(algorithm.policy_loss, PolicyLoss(""))
+    given = {key.name: attrgetter(key.name)(algorithm) for key in fields.keys(AlgorithmConfig)}
+    usual = {key.name: key.default for key in fields.keys(AlgorithmConfig)}
+    of_losses = dict.fromkeys([*CLIP, *(name for each in POLICY_LOSSES.values() for name in each.keys)])
+    for name in [name for name in of_losses if name not in loss.keys and given[name] != usual[name]]:
+        users = ", ".join(known for known, each in POLICY_LOSSES.items() if name in each.keys)
+        yield (
+            f"`algorithm.{name}` ({given[name]}) is a parameter of {users}, and `algorithm.policy_loss` is "
+            f"{algorithm.policy_loss}; take one of these, or leave the key at {usual[name]}"
+        )
+    if loss.of_engines and not correction.use_rollout_logprobs:
+        yield (
+            f"`algorithm.policy_loss` ({algorithm.policy_loss}) compares the policy with the engines, and "
+            "`algorithm.rollout_correction.use_rollout_logprobs` (false) computes other log-probabilities for that; "
+            "set it to true"
+        )
+    if algorithm.clip_cov.lower >= algorithm.clip_cov.upper:
+        yield (
+            f"`algorithm.clip_cov.lower` ({algorithm.clip_cov.lower}) must be below `algorithm.clip_cov.upper` "
+            f"({algorithm.clip_cov.upper}); 1 and 5 are the published values"
         )
 
 
 def _correction(cfg: Config) -> Iterator[str]:
     correction = cfg.algorithm.rollout_correction
-    if correction.use_rollout_logprobs and correction.mode != "none":
+    if correction.use_rollout_logprobs and correction.mode != "none" and cfg.algorithm.policy_loss != "reinforce":
         yield (
             f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
             "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
-            "would count twice: set mode to none or use_rollout_logprobs to false"
+            "would count twice: set mode to none or use_rollout_logprobs to false, or `algorithm.policy_loss` to "
+            "reinforce, which has no ratio"
         )
+    usual = RolloutCorrectionConfig()
+    if correction.mode == "icepop":
+        for name in ("level", "lower", "upper"):
+            if (value := getattr(correction, name)) != getattr(usual, name):
+                yield (
+                    f"`algorithm.rollout_correction.{name}` ({value}) is not asked by `mode` icepop, which masks per "
+                    f"token by the published bounds 0.5 and 5; take mode=mask, or leave it at {getattr(usual, name)}"
+                )
     if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
         yield (
             f"`algorithm.rollout_correction.lower` ({correction.lower}) and `upper` ({correction.upper}) must enclose "
             "1, the weight of a token on which both policies agree"
         )
-    if correction.mode != "none" and correction.level == "geometric" and correction.upper > MAX_GEOMETRIC:
+    if correction.mode in ("truncate", "mask") and correction.level == "geometric" and correction.upper > MAX_GEOMETRIC:
         yield (
             f"`algorithm.rollout_correction.upper` ({correction.upper}) bounds a single token's ratio, but `level` is "
             f"geometric, whose ratio is a mean over the response; give 1.001, say, and at most {MAX_GEOMETRIC} (with "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dapo.algorithm.fate import TRAINED
 from dapo.algorithm.outcome import classifier, classify
+from dapo.config.algorithm import corrects
 from dapo.config.derived import response_caps
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
@@ -94,16 +95,16 @@ def steps_kept(directory: Path) -> list[int]:
 
 def check_age(cfg: Config, last: int) -> None:
     """Raises ValueError if a batch of `data.batches` up to step `last` has tokens of older policies, as in a run that
-    only generated, and `algorithm.rollout_correction` is off."""
-    if cfg.algorithm.rollout_correction.mode != "none":
+    only generated, and the loss does not correct for that."""
+    if corrects(cfg.algorithm):
         return
     for step in [step for step in reversed(steps_kept(Path(cfg.data.batches))) if step <= last]:
         age = step - 1 - oldest_policy(_path(Path(cfg.data.batches), step), step - 1)
         if age > 0:
             raise ValueError(
                 f"`data.batches` ({cfg.data.batches}) has tokens that are {age} updates old at step {step}, and "
-                "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
-                "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
+                "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask, or a loss "
+                "whose own ratio does (`algorithm.rollout_correction.use_rollout_logprobs=true`)"
             )
 
 

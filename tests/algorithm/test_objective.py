@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo.algorithm.objective import Constants, Objective, objective, rollout_correction, score_centering
+from dapo.algorithm.objective import (
+    Constants,
+    Objective,
+    objective,
+    off_policy_mask,
+    rollout_correction,
+    score_centering,
+)
 from dapo.config.algorithm import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
@@ -23,7 +30,7 @@ from dapo.config.algorithm import (
 from dapo.loss import kl_penalty, token_weights
 
 F64 = torch.float64
-STATS = ("trained", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "kl", "entropy")
+STATS = ("trained", "left_out", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "kl", "entropy")
 
 
 def config(policy_loss: str = "clip", *, kl: float = 0.3, entropy: float = 0.2, estimator: str = "k3"):
@@ -53,6 +60,7 @@ def tokens(seed: int, lengths: list[int], mode: str = "token-mean") -> tuple[Ten
         advantages=advantages[ids],
         weights=weights[ids],
         segment_ids=ids,
+        chosen=(torch.arange(size) % 3 == 1).double(),
     )
     return old - 2.0 + 0.7 * difference, entropy.abs(), constants
 
@@ -87,7 +95,7 @@ def test_decoupled_ppo_by_hand(mode, estimator):
     for lp, h, old, ref, c, a, w in zip(
         logprobs.tolist(),
         entropy.tolist(),
-        *(getattr(constants, f.name).tolist() for f in dataclasses.fields(Constants)[:-2]),
+        *(getattr(constants, f.name).tolist() for f in dataclasses.fields(Constants)[:5]),
         strict=True,
     ):
         ratio, d = math.exp(lp - old), ref - lp
@@ -204,6 +212,7 @@ def by_hand(responses: list[list[float]], cfg: RolloutCorrectionConfig) -> list[
                 "none": (1.0, False),
                 "truncate": (min(ratio, cfg.upper), above),
                 "mask": (0.0 if above or below else ratio, above or below),
+                "icepop": (ratio, False) if 0.5 <= ratio <= 5.0 else (0.0, True),
             }[cfg.mode]
             expected.append((ratio, weight, affected))
     return expected
@@ -238,6 +247,39 @@ def test_the_bounds_themselves_are_inside(mode, lower, upper):
         same, same, torch.tensor([0, 0]), RolloutCorrectionConfig(mode=mode, lower=lower, upper=upper)
     )
     assert result.weights.tolist() == [1.0, 1.0] and not result.affected.any()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(st.floats(-1, 1), min_size=1, max_size=4)), max_size=5
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_bad_responses_that_the_policy_has_left_are_masked_whole(responses, random):
+    rows = []
+    for i, (advantage, gaps) in enumerate(responses):
+        mean = sum(gaps) / len(gaps)
+        if abs(mean - 0.1) < 1e-9:
+            return
+        rows += [(gap, advantage, i, 0.0 if advantage < 0 and mean > 0.1 else 1.0) for gap in gaps]
+    random.shuffle(rows)
+    gap, advantages, ids, kept = torch.tensor(rows, dtype=F64).reshape(-1, 4).unbind(1)
+    logprobs = torch.full_like(gap, -3.0, requires_grad=True)
+    mask = off_policy_mask(logprobs, gap - 3.0, advantages, ids.long(), 0.1)
+    assert torch.equal(mask, kept) and not mask.requires_grad
+
+
+def test_a_factor_of_zero_leaves_a_token_out_of_the_policy_loss_alone():
+    logprobs, entropy, constants = tokens(5, [3, 4])
+    factor = constants.correction * (torch.arange(7) % 2)
+    loss, gradient, entropy_gradient, result = run(
+        logprobs, entropy, dataclasses.replace(constants, correction=factor), config("reinforce")
+    )
+    even = torch.arange(7) % 2 == 0
+    assert result.left_out.tolist() == even.tolist()
+    pull = 0.3 * constants.weights * (logprobs - constants.ref_logprobs)
+    torch.testing.assert_close(gradient[even], pull[even])
+    torch.testing.assert_close(entropy_gradient, -0.2 * constants.weights)
 
 
 @pytest.mark.parametrize("mode", CORRECTION_MODES)

@@ -4,10 +4,12 @@ Each pass over a mini-batch is one optimizer step on the objective (`dapo.algori
 because every decision uses totals that all of them have gathered.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo.algorithm.mismatch import Variant
-from dapo.algorithm.objective import Constants, Correction, objective, rollout_correction
+from dapo.algorithm.objective import Constants, Correction, objective, off_policy_mask, rollout_correction
 from dapo.algorithm.own.loading import OwnFunction
 from dapo.algorithm.schedule import learning_rates
+from dapo.config.algorithm import BY_COVARIANCE
 from dapo.config.derived import shares_prompts
 from dapo.config.schema import Config
 from dapo.ground.fault_points import fault_point
@@ -41,17 +44,45 @@ from workers.training.update_metrics import (
 
 
 @torch.no_grad()
-def high_entropy(entropies: Sequence[Tensor], weights: Sequence[Tensor], share: float, mesh: Mesh) -> list[Tensor]:
-    """Returns a mask [R] per micro-batch: 1 for the `share` of the trained tokens with the highest entropy, else 0. The
-    number of tokens is rounded up and ties are included. entropies, weights: [R] per micro-batch of this rank; tokens
-    of weight 0 are not trained and not counted. A collective over all ranks."""
-    own = torch.cat([entropy[weight != 0] for entropy, weight in zip(entropies, weights, strict=True)])
+def highest(values: Sequence[Tensor], weights: Sequence[Tensor], share: float, mesh: Mesh) -> list[Tensor]:
+    """Returns a mask [R] per micro-batch: 1 for the `share` of the trained tokens with the highest value, else 0. The
+    number of tokens is rounded up and ties are included; a token with value -inf never is. values, weights: [R] per
+    micro-batch of this rank; tokens of weight 0 are not trained and not counted. A collective over all ranks."""
+    own = torch.cat([value[weight != 0] for value, weight in zip(values, weights, strict=True)])
     everyone = _gather(own if mesh.sequence_parallel.rank == 0 else own[:0])  # ranks of one sequence have equal values
     bound = torch.full((), -math.inf, dtype=own.dtype, device=own.device)
     if len(everyone):
         count = max(1, math.ceil(share * len(everyone)))
         bound = everyone.kthvalue(len(everyone) - count + 1).values
-    return [(entropy >= bound).to(entropy.dtype) for entropy in entropies]
+    return [((value >= bound) & (value > -math.inf)).to(torch.float32) for value in values]
+
+
+@torch.no_grad()
+def covariances(logprobs: Sequence[Tensor], minibatch: Sequence[MicroBatch]) -> list[Tensor]:
+    """Returns (logp - mean) (A - mean) per token (arXiv 2505.22617), float64 [R] per micro-batch, with means
+    over the trained tokens of all ranks. A collective over all ranks."""
+    sums = torch.zeros(3, dtype=torch.float64, device=minibatch[0].weights.device)
+    for own, batch in zip(logprobs, minibatch, strict=True):
+        trained = batch.weights != 0
+        columns = torch.stack([torch.ones_like(own), own, batch.advantages])
+        sums += columns.double().where(trained, 0.0).sum(dim=1)
+    dist.all_reduce(sums)  # a sequence counts once for each of its ranks, in all three sums alike
+    _, logprob, advantage = sums / sums[0].clamp(min=1.0)
+    return [
+        (own.double() - logprob) * (batch.advantages.double() - advantage)
+        for own, batch in zip(logprobs, minibatch, strict=True)
+    ]
+
+
+def dice(sequences: Sequence[TrainSequence], version: int) -> Tensor:
+    """Returns a pseudo-random number in [0, 1) for each sampled token, float64 [R]. It depends on the version and on
+    the sequence, wherever that is packed."""
+    found = [np.zeros(0)]
+    for sequence in sequences:
+        digest = hashlib.blake2b(sequence.token_ids.tobytes(), digest_size=8).digest()
+        seed = [version, int.from_bytes(digest, "little")]
+        found.append(np.random.default_rng(seed).random(len(sequence.rollout_logprobs)))
+    return torch.from_numpy(np.concatenate(found))
 
 
 def _gather(values: Tensor) -> Tensor:
@@ -115,18 +146,28 @@ class Updater:
         parity: Totals | None = None
         old: list[list[Tensor]] | None = None
         kept: list[list[Tensor]] | None = None
-        several = len(order) > 1 and not self._cfg.algorithm.rollout_correction.use_rollout_logprobs
+        chosen: list[list[Tensor]] | None = None
+        of_engines = self._cfg.algorithm.rollout_correction.use_rollout_logprobs
+        several = len(order) > 1 and not of_engines
         share = self._cfg.algorithm.entropy_top_share
-        if several or share < 1:
-            before, entropies = self._before(batches)
+        by_covariance = self._cfg.algorithm.policy_loss in BY_COVARIANCE
+        before = [[batch.rollout_logprobs for batch in minibatch] for minibatch in batches]
+        if several or share < 1 or (by_covariance and not of_engines):
+            own, entropies = self._before(batches)
+            before = before if of_engines else own
             if several:
-                old, parity = before, self._parity(batches, before)
+                old, parity = own, self._parity(batches, own)
                 check_parity(parity, self._cfg)
             if share < 1:
                 kept = [
-                    high_entropy(entropy, [batch.weights for batch in minibatch], share, self._mesh)
+                    highest(entropy, [batch.weights for batch in minibatch], share, self._mesh)
                     for entropy, minibatch in zip(entropies, batches, strict=True)
                 ]
+        if by_covariance:
+            chosen = [
+                self._by_covariance(version, *of_minibatch)
+                for of_minibatch in zip(minibatches, batches, before, strict=True)
+            ]
         reference = self._reference_of(batches) if self._cfg.algorithm.kl.loss_coeff else None
         steps: list[Totals] = []
         response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
@@ -141,6 +182,7 @@ class Updater:
                 None if old is None else old[k],
                 None if reference is None else reference[k],
                 None if kept is None else kept[k],
+                None if chosen is None else chosen[k],
             )
             if parity is None:
                 parity = totals
@@ -206,6 +248,26 @@ class Updater:
         ]
         return self._gather(rows)
 
+    def _by_covariance(
+        self,
+        version: int,
+        sequences: Sequence[Sequence[TrainSequence]],
+        minibatch: Sequence[MicroBatch],
+        logprobs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Returns a mask [R] per micro-batch of the tokens that `clip_cov` leaves out, or that `kl_cov` holds.
+        sequences: those of each micro-batch. logprobs: of before the update."""
+        cfg = self._cfg.algorithm
+        found, share = covariances(logprobs, minibatch), cfg.kl_cov.share
+        values = [value.where(value > 0, -math.inf) for value in found]  # all are 0 if all advantages are equal
+        if cfg.policy_loss == "clip_cov":
+            share, lower, upper = cfg.clip_cov.share, cfg.clip_cov.lower, cfg.clip_cov.upper
+            values = [
+                dice(own, version).to(value).where((value > lower) & (value < upper), -math.inf)
+                for own, value in zip(sequences, found, strict=True)
+            ]
+        return highest(values, [batch.weights for batch in minibatch], share, self._mesh)
+
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
         """Returns [mini-batch][micro-batch] of [R]. The reference chooses its experts itself: the engine's choice is
@@ -222,9 +284,11 @@ class Updater:
         old: Sequence[Tensor] | None,
         reference: Sequence[Tensor] | None,
         kept: Sequence[Tensor] | None = None,
+        chosen: Sequence[Tensor] | None = None,
     ) -> Totals:
         """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch. kept:
-        mask of the tokens that carry the policy loss (`high_entropy`)."""
+        mask of the tokens that carry the policy loss (`entropy_top_share`). chosen: mask of those that the loss has
+        chosen (`_by_covariance`)."""
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
@@ -233,6 +297,13 @@ class Updater:
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             if kept is not None:
                 constants = replace(constants, correction=constants.correction * kept[k])
+            if chosen is not None and self._cfg.algorithm.policy_loss == "clip_cov":
+                constants = replace(constants, correction=constants.correction * (1.0 - chosen[k]))
+            elif chosen is not None:
+                constants = replace(constants, chosen=chosen[k])
+            if threshold := self._cfg.algorithm.rollout_correction.off_policy_mask_threshold:
+                mask = off_policy_mask(logprobs, batch.rollout_logprobs, batch.advantages, batch.segment_ids, threshold)
+                constants = replace(constants, correction=constants.correction * mask)
             result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss, of_support)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss, and each has the gradient through its own tokens.

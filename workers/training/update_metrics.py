@@ -28,6 +28,7 @@ _TOKEN_MEANS: dict[str, Callable[[Objective], Tensor]] = {
     "actor/clip_fraction_low": lambda result: result.clipped_low,
     "actor/clip_fraction_high": lambda result: result.clipped_high,
     "actor/dual_clip_fraction": lambda result: result.dual_clipped,
+    "actor/left_out_fraction": lambda result: result.left_out,
     "actor/ratio_mean": lambda result: result.log_ratio.exp() * result.trained,
     "actor/ref_kl": lambda result: result.kl,
     "actor/entropy": lambda result: result.entropy,

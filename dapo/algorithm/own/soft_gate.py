@@ -1,4 +1,4 @@
-"""Example of a user-defined loss that no key of dapo has (README.md, step by step). Soft Adaptive Policy Optimization
+"""Example of a user-defined loss (README.md, step by step); it is built in as `sapo`. Soft Adaptive Policy Optimization
 (arXiv 2511.20347) lets the gradient of a token fade smoothly as its ratio leaves 1, where clipping sets it to zero:
 loss = -A f(r) with f(r) = sigmoid(tau (r - 1)) 4 / tau, and tau larger for A < 0."""
 

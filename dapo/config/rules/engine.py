@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dapo.config.algorithm import corrects
 from dapo.config.names import ENGINE, JUDGE, engine_arguments, nearest
 from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
@@ -155,11 +156,11 @@ def on_device(cfg: Config, device: str) -> Iterator[str]:
 def quantized_training(cfg: Config) -> Iterator[str]:
     if (given := cfg.rollout.vllm.get("quantization")) is None:
         return
-    if cfg.algorithm.rollout_correction.mode == "none":
+    if not corrects(cfg.algorithm):
         yield (
             f"`{QUANTIZATION}` ({given}) samples from a coarser policy than the one that trains, and "
-            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
-            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
+            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask, or a loss "
+            "whose own ratio does (`algorithm.rollout_correction.use_rollout_logprobs=true`)"
         )
     if (bound := cfg.weight_sync.max_mean_logprob_diff) < FP8_LOGPROB_DIFF:
         yield (

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from dapo.algorithm.own.loading import source_of
 from dapo.config.derived import device_of, halve_roles, shares_prompts
 from dapo.config.schema import Config
 from dapo.ground.console import hearing_warnings
@@ -117,7 +118,7 @@ async def recompute(cfg: Config, together: Sequence[TrainSequence], alone: Seque
     cfg = half(cfg, "train")
     [options] = Placement(cfg, device_of(cfg)).actors()
     remote: Any = ray.remote(ProbedRank)
-    rank = remote.options(**options).remote(cfg, device_of(cfg))
+    rank = remote.options(**options).remote(cfg, device_of(cfg), source_of(cfg, "algorithm.policy_loss"))
     ask = asker(rank, cfg.actor.timeout_s, "the actor rank", "actor.timeout_s")
     try:
         host, port = await ask("free_address")
@@ -135,6 +136,7 @@ def half(cfg: Config, only: str) -> Config:
     cfg = copy.deepcopy(cfg)
     cfg.trainer.only, cfg.trainer.nodes_timeout_s = only, 0.0
     cfg.rollout.num_engines = cfg.actor.num_workers = cfg.actor.ulysses_sequence_parallel_size = 1
+    cfg.algorithm.kl.loss_coeff = cfg.algorithm.kl.reward_coeff = 0.0  # no reference policy
     cfg.actor.fsdp_size, cfg.reward.model.path, cfg.reward.judge.engine.path = -1, "", ""
     halve_roles(cfg)
     return cfg

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapo.algorithm.packing import estimated_work, pack
+from dapo.config.algorithm import BY_COVARIANCE
 from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
@@ -172,7 +173,8 @@ class Step:
     def extra_passes(self) -> dict[str, float]:
         """FLOPs of forward passes without gradient, by purpose."""
         kl, passes = self.cfg.algorithm.kl, {}
-        if optimizer_steps(self.cfg) > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
+        several = optimizer_steps(self.cfg) > 1 or self.cfg.algorithm.policy_loss in BY_COVARIANCE
+        if several and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
             passes["old log-probabilities"] = self.forward_flops
         elif self.cfg.algorithm.entropy_top_share < 1:
             passes["entropies"] = self.forward_flops

@@ -9,8 +9,9 @@ import torch
 
 from dapo.algorithm.objective import Constants, objective
 from dapo.algorithm.own.loading import OwnFunction, OwnFunctionError, load, read
-from dapo.config.algorithm import AlgorithmConfig
-from dapo.loss import cispo_loss, gspo_loss, policy_loss
+from dapo.algorithm.own.soft_gate import soft_gate
+from dapo.config.algorithm import AlgorithmConfig, SapoConfig
+from dapo.loss import cispo_loss, gspo_loss, policy_loss, sapo_loss
 from tests.support.policy_loss_check import check_policy_loss, make_tokens
 
 KEY = "algorithm.policy_loss"
@@ -131,3 +132,7 @@ def test_the_example_is_the_readmes_and_passes():
     (shown,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert EXAMPLE.read_text().endswith(shown)
     check_policy_loss(load(read(KEY, f"{EXAMPLE}:soft_gate")), AlgorithmConfig())
+    tokens, taus = make_tokens(0.4), SapoConfig()
+    given = (tokens.logprobs, tokens.old_logprobs, tokens.advantages)
+    built_in, _ = sapo_loss(*given, tau_positive=taus.tau_positive, tau_negative=taus.tau_negative)
+    assert torch.equal(soft_gate(*given), built_in)

@@ -24,6 +24,7 @@ from tests.support.training.plain_reference import (
     reference,
     sampled,
 )
+from workers.training.update import dice
 
 
 def plain_tokens(
@@ -33,11 +34,12 @@ def plain_tokens(
     old: torch.Tensor | None = None,
     ref: torch.Tensor | None = None,
     kept: torch.Tensor | float = 1.0,
+    chosen: torch.Tensor | float = 0.0,
 ) -> dict[str, torch.Tensor]:
     """Everything about the tokens that the policy sampled, each [S]; "loss" has a gradient and is not weighted yet.
 
     old: log-probabilities before the update (by default the model's own); ref: of the reference policy; kept: 1 where a
-    token carries the policy loss, else 0.
+    token carries the policy loss, else 0; chosen: 1 where `kl_cov` holds a token, else 0.
     """
     tokens = torch.from_numpy(sequence.token_ids).long()
     logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
@@ -49,8 +51,14 @@ def plain_tokens(
     found = _plain_correction(old - rollout, algorithm.rollout_correction)
     if algorithm.rollout_correction.use_rollout_logprobs:
         old = rollout
-    policy, found["low"], found["high"], found["dual"] = _plain_policy(logprobs, old, sequence.advantage, algorithm)
-    found["loss"] = policy * found["correction"] * kept - algorithm.entropy_coeff * entropy
+    policy, found["low"], found["high"], found["dual"] = _plain_policy(
+        logprobs, old, sequence.advantage, algorithm, chosen
+    )
+    threshold = algorithm.rollout_correction.off_policy_mask_threshold or math.inf
+    left = sequence.advantage < 0 and float((rollout - logprobs.detach()).mean()) > threshold
+    factor = found["correction"] * kept * (0.0 if left else 1.0)
+    found["left_out"] = factor == 0
+    found["loss"] = policy * factor - algorithm.entropy_coeff * entropy
     found["ref_kl"] = torch.zeros_like(rollout)
     if ref is not None:
         gap = logprobs - ref
@@ -63,7 +71,11 @@ def plain_tokens(
 
 
 def _plain_policy(
-    logprobs: torch.Tensor, old: torch.Tensor, advantage: float, algorithm: AlgorithmConfig
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantage: float,
+    algorithm: AlgorithmConfig,
+    chosen: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss per token; where lower bound, upper bound and dual clip act."""
     floor, ceiling, cap = 1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high, algorithm.clip_ratio_c
@@ -71,6 +83,32 @@ def _plain_policy(
     nowhere = torch.zeros(len(ratio), dtype=torch.bool)
     if algorithm.policy_loss == "cispo":
         return -advantage * ratio.detach().clamp(floor, ceiling) * logprobs, ratio < floor, ratio > ceiling, nowhere
+    match algorithm.policy_loss:
+        case "sapo":
+            tau = algorithm.sapo.tau_positive if advantage > 0 else algorithm.sapo.tau_negative
+            return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1))), nowhere, nowhere, nowhere
+        case "gmpo":
+            least, most = math.exp(-algorithm.gmpo.low), math.exp(algorithm.gmpo.high)
+            low, high = (nowhere, ratio > most) if advantage > 0 else (ratio < least, nowhere)
+            bounded = ratio.clamp(max=most) if advantage > 0 else ratio.clamp(min=least)
+            return -advantage * (bounded.prod() ** (1 / len(ratio))).repeat(len(ratio)), low, high, nowhere
+        case "dppo_tv" | "dppo_kl":
+            p, q = logprobs.detach().double().exp(), old.double().exp()
+            kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+            far = (
+                (p - q).abs() > algorithm.dppo.max_tv
+                if algorithm.policy_loss == "dppo_tv"
+                else (kl > algorithm.dppo.max_kl)
+            )
+            low, high = (nowhere, far & (p > q)) if advantage > 0 else (far & (p < q), nowhere)
+            capped = ratio.detach().clamp(max=algorithm.dppo.max_ratio)
+            dual = (capped < ratio) & ~low & ~high
+            return torch.where(low | high, 0.0, -advantage * capped * logprobs), low, high, dual
+        case "kl_cov":
+            held = algorithm.kl_cov.coeff * (logprobs - old).abs() * chosen
+            return -advantage * ratio + held, nowhere, nowhere, nowhere
+        case "reinforce":
+            return -advantage * logprobs, nowhere, nowhere, nowhere
     if algorithm.policy_loss == "gspo":
         ratio, cap = torch.exp((logprobs - old).mean()).repeat(len(ratio)), math.inf
     if advantage > 0:
@@ -82,12 +120,18 @@ def _plain_correction(difference: torch.Tensor, cfg: RolloutCorrectionConfig) ->
     of_response = {"sequence": difference.sum(), "geometric": difference.mean()}
     together = of_response.get(cfg.level)
     importance = torch.exp(difference if together is None else together.repeat(len(difference)))
-    low, high = {"none": (0.0, math.inf), "truncate": (0.0, cfg.upper), "mask": (cfg.lower, cfg.upper)}[cfg.mode]
+    low, high = {
+        "none": (0.0, math.inf),
+        "truncate": (0.0, cfg.upper),
+        "mask": (cfg.lower, cfg.upper),
+        "icepop": (0.5, 5.0),
+    }[cfg.mode]
     affected = (importance < low) | (importance > high)
     correction = {
         "none": torch.ones_like(importance),
         "truncate": importance.clamp(max=high),
         "mask": torch.where(affected, 0.0, importance),
+        "icepop": torch.where(affected, 0.0, importance),
     }[cfg.mode]
     return {"difference": difference, "importance": importance, "affected": affected, "correction": correction}
 
@@ -104,11 +148,26 @@ def plain_update(
         before = [[plain_tokens(model, s, algorithm) for s in sequences] for sequences in batch.minibatches]
         refs = [[plain_logprobs(base, s) if base else None for s in sequences] for sequences in batch.minibatches]
     bounds = [_entropy_bound(tokens, algorithm.entropy_top_share) for tokens in before]
+    chosen = [
+        _chosen(sequences, tokens, algorithm, batch.version)
+        for sequences, tokens in zip(batch.minibatches, before, strict=True)
+    ]
     losses, norms, trained = [], [], []
     for step, k in enumerate(batch.order):
+        old = [None if algorithm.rollout_correction.use_rollout_logprobs else t["logprobs"] for t in before[k]]
         tokens = [
-            plain_tokens(model, sequence, algorithm, first["logprobs"], ref, first["entropy"] >= bounds[k])
-            for sequence, first, ref in zip(batch.minibatches[k], before[k], refs[k], strict=True)
+            plain_tokens(
+                model,
+                sequence,
+                algorithm,
+                old,
+                ref,
+                (first["entropy"] >= bounds[k]) & ~(mine & (algorithm.policy_loss == "clip_cov")),
+                mine,
+            )
+            for sequence, first, old, ref, mine in zip(
+                batch.minibatches[k], before[k], old, refs[k], chosen[k], strict=True
+            )
         ]
         weights = [sequence.token_weight for sequence in batch.minibatches[k]]
         loss = sum(weight * t["loss"].sum() for weight, t in zip(weights, tokens, strict=True))
@@ -141,6 +200,38 @@ def _entropy_bound(tokens: Sequence[dict[str, torch.Tensor]], share: float) -> f
     return highest[math.ceil(share * len(highest)) - 1]
 
 
+def _chosen(
+    sequences: Sequence[TrainSequence],
+    tokens: Sequence[dict[str, torch.Tensor]],
+    algorithm: AlgorithmConfig,
+    version: int,
+) -> list[torch.Tensor]:
+    """The tokens that `clip_cov` or `kl_cov` takes in a mini-batch, from a table with a row for each of its tokens."""
+    nothing = [torch.zeros(len(t["logprobs"]), dtype=torch.bool) for t in tokens]
+    if algorithm.policy_loss not in ("clip_cov", "kl_cov"):
+        return nothing
+    rows = []
+    for i, (sequence, t) in enumerate(zip(sequences, tokens, strict=True)):
+        known = t["logprobs"].tolist()
+        if algorithm.rollout_correction.use_rollout_logprobs:
+            known = sequence.rollout_logprobs.tolist()
+        rows += [
+            (logprob, float(np.float32(sequence.advantage)), number, i, j)
+            for j, (logprob, number) in enumerate(zip(known, dice([sequence], version).tolist(), strict=True))
+        ]
+    logprob, advantage = (sum(row[column] for row in rows) / len(rows) for column in (0, 1))
+    of = {(i, j): (x - logprob) * (a - advantage) for x, a, _, i, j in rows}
+    if algorithm.policy_loss == "clip_cov":
+        between = [row for row in rows if algorithm.clip_cov.lower < of[row[3:]] < algorithm.clip_cov.upper]
+        ranked, share = sorted(between, key=lambda row: -row[2]), algorithm.clip_cov.share
+    else:
+        positive = [row for row in rows if of[row[3:]] > 0]
+        ranked, share = sorted(positive, key=lambda row: -of[row[3:]]), algorithm.kl_cov.share
+    for *_, i, j in ranked[: max(1, math.ceil(share * len(rows)))]:
+        nothing[i][j] = True
+    return nothing
+
+
 def _joined(tokens: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([t[name].detach() for t in tokens]).double() for name in tokens[0]}
 
@@ -152,6 +243,7 @@ def _plain_means(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
         "clip_fraction_low": tokens["low"],
         "clip_fraction_high": tokens["high"],
         "dual_clip_fraction": tokens["dual"],
+        "left_out_fraction": tokens["left_out"],
         "approx_kl": -tokens["log_ratio"],
         "ratio_mean": ratio,
         "ref_kl": tokens["ref_kl"],

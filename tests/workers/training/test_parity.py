@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dapo.config.actor import LoraConfig
-from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import AlgorithmConfig, ClipCovConfig, KLConfig, KlCovConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.model_families import FAMILIES, save_model
@@ -240,6 +240,12 @@ ALGORITHMS = {
     "by_sequence": AlgorithmConfig(
         policy_loss="gspo", clip_ratio_low=3e-3, clip_ratio_high=4e-3, rollout_correction=BY_SEQUENCE
     ),
+    "clip_cov_sequence_mask": AlgorithmConfig(
+        policy_loss="clip_cov",
+        clip_cov=ClipCovConfig(share=0.1, lower=0.1, upper=2.0),
+        rollout_correction=RolloutCorrectionConfig(off_policy_mask_threshold=0.02),
+    ),
+    "kl_cov": AlgorithmConfig(policy_loss="kl_cov", kl_cov=KlCovConfig(share=0.2)),
     "kl_entropy": AlgorithmConfig(kl=KLConfig(estimator="k3", loss_coeff=0.2), entropy_coeff=0.05),
 }
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from dapo.algorithm.schedule import learning_rates
-from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import (
+    AlgorithmConfig,
+    ClipCovConfig,
+    DppoConfig,
+    GmpoConfig,
+    KLConfig,
+    KlCovConfig,
+    RolloutCorrectionConfig,
+)
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.plain_reference import (
@@ -29,7 +37,7 @@ from tests.support.training.plain_reference import (
 from tests.support.training.plain_update import assert_update, mismatched
 from workers.actor import ActorWorker, RankWork
 from workers.training.collective_errors import Refused
-from workers.training.update import NonFiniteError
+from workers.training.update import NonFiniteError, dice
 from workers.training.update_metrics import WeightParityError
 
 KL = KLConfig(estimator="k3", loss_coeff=0.2)
@@ -46,6 +54,16 @@ def reset(
     cfg = dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
     rebuild(rank, cfg)
     return cfg
+
+
+NARROW = DppoConfig(max_tv=0.01, max_kl=1e-3, max_ratio=1.2)
+SOME = ClipCovConfig(share=0.1, lower=0.1, upper=2.0)
+SEQUENCE_MASK = RolloutCorrectionConfig(off_policy_mask_threshold=0.02)
+ALL_OF_ENGINES = RolloutCorrectionConfig(use_rollout_logprobs=True, off_policy_mask_threshold=0.02)
+
+
+def reinforced(mode: str) -> dict[str, Any]:
+    return {"rollout_correction": RolloutCorrectionConfig(mode=mode, use_rollout_logprobs=True)}
 
 
 def corrected(mode: str, level: str) -> dict[str, Any]:
@@ -70,6 +88,30 @@ ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
         ),
         pytest.param(TWO_EPOCHS, {"policy_loss": "gspo", "clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3}, id="gspo"),
         pytest.param(TWO_EPOCHS, {"policy_loss": "cispo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="cispo"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "sapo"}, id="sapo"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "gmpo", "gmpo": GmpoConfig(low=0.02, high=0.03)}, id="gmpo"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "dppo_tv", "dppo": NARROW, **ENGINES}, id="dppo_tv"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "dppo_kl", "dppo": NARROW, **ENGINES}, id="dppo_kl"),
+        pytest.param(ONE_STEP, {"policy_loss": "clip_cov", "clip_cov": SOME}, id="clip_cov_one_step"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "clip_cov", "clip_cov": SOME, **ENGINES}, id="clip_cov_of_engines"),
+        pytest.param(
+            ONE_STEP,
+            {"policy_loss": "clip_cov", "clip_cov": SOME, "entropy_top_share": 0.5, **ENGINES},
+            id="clip_cov_of_engines_high_entropy",
+        ),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2)}, id="kl_cov"),
+        pytest.param(
+            ONE_STEP, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2), **ENGINES}, id="kl_cov_of_engines"
+        ),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "reinforce", **reinforced("truncate")}, id="reinforce_truncate"),
+        pytest.param(ONE_STEP, {"policy_loss": "reinforce", **reinforced("icepop")}, id="reinforce_icepop"),
+        pytest.param(ONE_STEP, {"rollout_correction": RolloutCorrectionConfig(mode="icepop")}, id="icepop"),
+        pytest.param(TWO_EPOCHS, {"rollout_correction": SEQUENCE_MASK}, id="off_policy_mask"),
+        pytest.param(
+            TWO_EPOCHS,
+            {"policy_loss": "dppo_tv", "entropy_top_share": 0.5, "rollout_correction": ALL_OF_ENGINES},
+            id="dppo_tv_high_entropy_off_policy_mask",
+        ),
         pytest.param(ONE_STEP, corrected("truncate", "token"), id="truncate_token"),
         pytest.param(TWO_EPOCHS, corrected("mask", "sequence"), id="mask_sequence"),
         pytest.param(TWO_EPOCHS, corrected("mask", "geometric"), id="mask_geometric"),
@@ -86,21 +128,39 @@ def test_update_and_metrics_are_those_of_plain_torch(
     rank: ActorWorker, model_dir: Path, order: tuple[int, ...], algorithm: dict[str, Any]
 ) -> None:
     cfg = reset(rank, algorithm, optim={"lr": 1e-2})
-    minibatches = tuple(mismatched(model_dir, seed) for seed in sorted(set(order)))
+    noise = 0.42 if cfg.algorithm.rollout_correction.mode == "icepop" else 0.3  # its bounds are wide
+    minibatches = tuple(mismatched(model_dir, seed, stale=noise) for seed in sorted(set(order)))
     batch = TrainBatch(version=20, minibatches=minibatches, order=order)
     metrics = assert_update(update_here(rank, batch).metrics, [full_weights(rank)], cfg, batch)
     assert {f"parity/staleness_{k}/ess" for k in (0, 1, 4)} <= metrics.keys()
     correction = cfg.algorithm.rollout_correction
     off_policy = len(order) > 1 or correction.use_rollout_logprobs  # else every ratio is 1
     assert (metrics["actor/ratio_max"] > 1.0) == off_policy
+    loss, narrow = cfg.algorithm.policy_loss, cfg.algorithm.dppo is NARROW and off_policy
+    clips = loss == "gmpo" or (loss.startswith("dppo") and narrow)
     acted = {
-        "actor/clip_fraction_low": off_policy and cfg.algorithm.clip_ratio_low < 0.1,
-        "actor/clip_fraction_high": off_policy and cfg.algorithm.clip_ratio_high < 0.1,
-        "actor/dual_clip_fraction": off_policy and cfg.algorithm.clip_ratio_c < 2,
+        "actor/clip_fraction_low": clips or (off_policy and cfg.algorithm.clip_ratio_low < 0.1),
+        "actor/clip_fraction_high": clips or (off_policy and cfg.algorithm.clip_ratio_high < 0.1),
+        "actor/dual_clip_fraction": narrow or (off_policy and cfg.algorithm.clip_ratio_c < 2),
+        "actor/left_out_fraction": (
+            loss == "clip_cov" or correction.off_policy_mask_threshold or correction.mode == "icepop"
+        ),
         "actor/ref_kl": len(order) > 1 and bool(cfg.algorithm.kl.loss_coeff),
         "parity/corrected_share": correction.mode != "none",
     }
     assert [name for name, must in acted.items() if must and not metrics[name]] == []
+
+
+def test_numbers_that_choose_tokens_are_of_the_sequence_and_the_version(model_dir: Path) -> None:
+    sequences = mismatched(model_dir, 0)
+    alone = {s.token_ids.tobytes(): dice([s], 7) for s in sequences}
+    together = dice(sequences[::-1], 7)
+    assert torch.equal(together, torch.cat([alone[s.token_ids.tobytes()] for s in sequences[::-1]]))
+    assert len(set(together.tolist())) == sum(len(s.rollout_logprobs) for s in sequences)
+    assert not torch.isin(dice(sequences, 8), together).any() and len(dice([], 7)) == 0
+    many = dice([dataclasses.replace(sequences[0], rollout_logprobs=np.zeros(10_000, np.float32))], 7)
+    counts = torch.histc(many, 10, 0, 1)
+    assert (counts - 1_000).abs().max() < 150  # five standard deviations
 
 
 def test_equal_logprobs_of_the_engines_only_spare_a_pass(rank: ActorWorker, model_dir: Path) -> None:
