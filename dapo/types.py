@@ -155,8 +155,8 @@ class Response:
     NaN, because another fleet generated it. token_mask: [R], true for tokens that the policy sampled; the others were
     inserted between turns (a tool's answer, feedback), their log-probability is meaningless, and no span covers them.
     None: all were sampled. support: with `Sampling.support`. experts: [P + R - 1, layers, k], of the prompt's tokens
-    and all response tokens but the last, which no engine computes; layers without experts have zeros. None without
-    `Sampling.experts` and without response tokens.
+    and all response tokens but the last; no engine computes that one, nor tokens inserted at the end, whose rows are
+    missing. Layers without experts have zeros. None without `Sampling.experts` and without response tokens.
     """
 
     token_ids: Int32Array
