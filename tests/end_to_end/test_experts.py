@@ -28,7 +28,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_and_router_are_trained_and_a_run_goes_on(
     runs: Runs, mixture: Path, tmp_path: Path, replay: str
 ) -> None:
-    keys = [f"model.path={mixture}", f"rollout.replay_experts={replay}", "eval.every=0", "checkpoint.batches=true"]
+    keys = [f"model.path={mixture}", f"rollout.replay_experts={replay}", "eval.every=0", "checkpoint.batches=3"]
     for steps in (1, 3):
         runs.small(tmp_path, *keys, f"trainer.total_steps={steps}")
     steps = [line for line in metrics(tmp_path) if "actor/loss" in line]
