@@ -5,6 +5,7 @@ as lists."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Experts = NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]: the k experts that a token passed through
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 
@@ -61,7 +63,8 @@ class Sampling:
     `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`. n: responses per prompt. max_tokens: limit per
     response. stop: strings that end it, kept as its last characters. logprobs: whether to return the tokens'
     log-probabilities, as training needs; they cost engine time. support: most tokens of a `Support` per position; 0:
-    none is returned. support_logprobs: whether it has log-probabilities."""
+    none is returned. support_logprobs: whether it has log-probabilities. experts: whether to return the experts of each
+    token."""
 
     n: int
     temperature: float
@@ -73,6 +76,7 @@ class Sampling:
     logprobs: bool = True
     support: int = 0
     support_logprobs: bool = False
+    experts: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -150,7 +154,9 @@ class Response:
     but without time between an abort and its continuation. For a response from a checkpoint or journal they are -1 and
     NaN, because another fleet generated it. token_mask: [R], true for tokens that the policy sampled; the others were
     inserted between turns (a tool's answer, feedback), their log-probability is meaningless, and no span covers them.
-    None: all were sampled. support: with `Sampling.support`.
+    None: all were sampled. support: with `Sampling.support`. experts: [P + R - 1, layers, k], of the prompt's tokens
+    and all response tokens but the last, which no engine computes; layers without experts have zeros. None without
+    `Sampling.experts` and without response tokens.
     """
 
     token_ids: Int32Array
@@ -162,6 +168,7 @@ class Response:
     seconds: float
     token_mask: Mask | None = None
     support: Support | None = None
+    experts: Experts | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -288,7 +295,9 @@ class TrainSequence:
     others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
     number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
     (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
-    update starts from. support: S positions; in a run all sequences have it or none.
+    update starts from. support: S positions; in a run all sequences have it or none. prompt_experts:
+    [P - 1, layers, k], equal in all responses to a prompt; experts: [R, layers, k], of the last prompt token and all
+    response tokens but the last. None: the actors choose experts themselves.
     """
 
     token_ids: Int32Array
@@ -299,12 +308,22 @@ class TrainSequence:
     staleness: Int32Array
     token_mask: Mask | None = None
     support: Support | None = None
+    prompt_experts: Experts | None = None
+    experts: Experts | None = None
 
     @property
     def shared_prompt(self) -> Int32Array:
         """Prompt tokens but the last, [P - 1], computed once for all responses to a prompt. The last one predicts the
         first token of each response."""
         return self.token_ids[: self.num_prompt_tokens - 1]
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal in sequences whose shared prompt can be computed once."""
+        experts = (
+            b"" if self.prompt_experts is None else blake2b(self.prompt_experts.tobytes(), digest_size=16).digest()
+        )
+        return self.shared_prompt.tobytes() + experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,8 @@ def canary_sequence(prompt: Int32Array, response: Response) -> TrainSequence:
         token_weight=0.0,
         staleness=np.zeros(len(response.token_ids), dtype=np.int32),
         support=response.support,
+        prompt_experts=None if response.experts is None else response.experts[: len(prompt) - 1],
+        experts=None if response.experts is None else response.experts[len(prompt) - 1 :],
     )
 
 
@@ -261,7 +263,8 @@ class RolloutPool:
     async def _canary(self, slot: EngineSlot) -> TrainSequence:
         slot.compared += 1  # other tokens each time
         name, unfinished = f"canary-{slot.number}-{slot.compared}", Unfinished(seed=slot.compared)
-        sampling = replace(CANARY, temperature=self._cfg.temperature)  # the actors use this temperature
+        # The actors use this temperature, and these experts.
+        sampling = replace(CANARY, temperature=self._cfg.temperature, experts=self._cfg.replay_experts)
         responses = self._from(slot, name, self._prompt, sampling, {0: unfinished})
         [response] = [response async for _, response in responses]
         return canary_sequence(self._prompt, response)

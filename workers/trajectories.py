@@ -19,7 +19,7 @@ import numpy as np
 from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
 from dapo.turns.protocol import Ask, Generated, Trajectory
-from dapo.types import Int32Array, Prompt, Request, Response, Sampling, Support, VersionSpan, joined_support
+from dapo.types import Experts, Int32Array, Prompt, Request, Response, Sampling, Support, VersionSpan, joined_support
 from workers.engines.requests import Prefix
 from workers.remote import RemoteError
 from workers.turns import TurnFleet, TurnLost, WorkerGone
@@ -58,6 +58,7 @@ class Held:
     logprobs: list[np.ndarray] = field(default_factory=list)
     mask: list[np.ndarray] = field(default_factory=list)
     support: list[tuple[Support | None, int]] = field(default_factory=list)  # of each part, with its length
+    experts: Experts | None = None  # of all tokens but the last, and the prompt's
     spans: list[VersionSpan] = field(default_factory=list)
     length: int = 0
     engine: int = -1
@@ -78,6 +79,10 @@ class Held:
             self.spans.append(moved)
         self._append(part.token_ids, part.rollout_logprobs, part.support, sampled=True)
         self.engine, self.seconds = part.engine, self.seconds + part.seconds
+        if self.experts is None:
+            self.experts = part.experts
+        elif part.experts is not None:  # of all tokens so far; those of the sampling policy stay
+            self.experts = np.concatenate([self.experts, part.experts[len(self.experts) :]])
 
     def _append(self, token_ids: Int32Array, logprobs: np.ndarray, support: Support | None, *, sampled: bool) -> None:
         self.token_ids.append(token_ids)
@@ -101,6 +106,7 @@ class Held:
             seconds=self.seconds,
             token_mask=None if mask.all() else mask,
             support=joined_support(self.support),
+            experts=self.experts,
         )
 
 

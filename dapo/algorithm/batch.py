@@ -22,7 +22,7 @@ from dapo.config.reward_functions import label_of, labels, section_of, source_fu
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.pools import ActorPool
-from dapo.types import Collected, Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
+from dapo.types import Collected, Float32Array, Group, Int32Array, Response, TrainBatch, TrainSequence
 
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
@@ -140,12 +140,14 @@ def filtered(group: Group, cfg: Config) -> list[bool]:
 
 
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
-    """Returns all responses in order, to compute their log-probabilities only: advantage and weight are 0."""
-    return tuple(
-        _sequence(group.draw.prompt, response, version, advantage=0.0, token_weight=0.0)
+    """Returns all responses in order, to compute their log-probabilities by the reference policy only: advantage and
+    weight are 0. The reference chooses its experts itself."""
+    sequences = [
+        _sequence(group, response, version, advantage=0.0, token_weight=0.0)
         for group in groups
         for response in group.responses
-    )
+    ]
+    return tuple(dataclasses.replace(one, prompt_experts=None, experts=None) for one in sequences)
 
 
 def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:
@@ -183,14 +185,14 @@ async def penalized(collected: Collected, actors: ActorPool, cfg: Config, *, ver
 def _minibatch(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], cfg: Config, version: int
 ) -> tuple[TrainSequence, ...]:
-    responses = [(group.draw.prompt, response) for group in groups for response in group.responses]
+    responses = [(group, response) for group in groups for response in group.responses]
     masked = [is_filtered for group in groups for is_filtered in filtered(group, cfg)]
     lengths = [0 if m else response.num_sampled for (_, response), m in zip(responses, masked, strict=True)]
     weights = _token_weights(torch.tensor(lengths), [len(group.responses) for group in groups], cfg).tolist()
     flat = [advantage for row in advantages for advantage in row]
     return tuple(
-        _sequence(prompt, response, version, advantage=advantage, token_weight=weight)
-        for (prompt, response), advantage, weight, length in zip(responses, flat, weights, lengths, strict=True)
+        _sequence(group, response, version, advantage=advantage, token_weight=weight)
+        for (group, response), advantage, weight, length in zip(responses, flat, weights, lengths, strict=True)
         if length > 0
     )
 
@@ -204,8 +206,10 @@ def _token_weights(lengths: Tensor, group_sizes: Sequence[int], cfg: Config) -> 
 
 
 def _sequence(
-    prompt: Prompt, response: Response, version: int, *, advantage: float, token_weight: float
+    group: Group, response: Response, version: int, *, advantage: float, token_weight: float
 ) -> TrainSequence:
+    prompt = group.draw.prompt
+    shared = len(prompt.token_ids) - 1
     return TrainSequence(
         token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
         num_prompt_tokens=len(prompt.token_ids),
@@ -215,6 +219,9 @@ def _sequence(
         staleness=_staleness(response, version),
         token_mask=response.token_mask,
         support=response.sampled_support,
+        # Several engines may disagree about a prompt, which the actors compute once: the first response decides.
+        prompt_experts=next((one.experts[:shared] for one in group.responses if one.experts is not None), None),
+        experts=None if response.experts is None else response.experts[shared:],
     )
 
 

@@ -15,7 +15,16 @@ from dapo.config.algorithm import (
     corrects,
 )
 from dapo.config.names import ENGINE
-from dapo.config.rules.engine import arguments, batches, decoding, quantized_training, random_weights, stages, starts
+from dapo.config.rules.engine import (
+    arguments,
+    batches,
+    decoding,
+    quantized_training,
+    random_weights,
+    replayed_experts,
+    stages,
+    starts,
+)
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward import code, judge, reward_model, waits
@@ -30,6 +39,7 @@ OWN_ENGINE_ARGS = {
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
+    "enable_return_routed_experts": "rollout.replay_experts",
     "data_parallel_size": "rollout.num_engines",
     "nnodes": "rollout.vllm.tensor_parallel_size: an engine's GPUs are of one node, and it would wait for others",
     "prefill_context_parallel_size": "rollout.vllm.tensor_parallel_size",
@@ -55,7 +65,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         *([_sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
         _lengths,
         _greedy,
-        *([_objective, _policy_loss, _correction, quantized_training] if trains else []),
+        *([_objective, _policy_loss, _correction, quantized_training, replayed_experts] if trains else []),
         _engine_args,
         starts,
         *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),

@@ -70,6 +70,7 @@ VERL = {  # shell patterns; the first match counts
     f"{_ROLLOUT}.free_cache_engine": "`trainer.colocate=time` lets engines sleep while the actors train",
     f"{_ROLLOUT}.data_parallel_size": "it is `rollout.num_engines`",
     f"{_ROLLOUT}.expert_parallel_size": "it is `rollout.vllm.enable_expert_parallel`",
+    "actor_rollout_ref.actor.router_replay.mode": "`rollout.replay_experts=true` is R3; leave it out",
     f"{_ROLLOUT}.multi_turn.*": "`rollout.function.path` names a function for several turns",
     f"{_ROLLOUT}.agent.*": "`rollout.function.path` names a function for several turns",
     "custom_reward_function.overlong_buffer.*": "it is in `reward.overlong_buffer`",

@@ -238,6 +238,12 @@ class RolloutConfig(SamplingConfig):
         verl=f"{ROLLOUT}.top_k",
         trl="top_k",
     )
+    replay_experts: bool = key(
+        False,
+        "engines return the experts that each token passed through, and the actors take these in place of their own "
+        "choice (router replay, R3); for mixtures of experts",
+        verl=f"{ROLLOUT}.enable_rollout_routing_replay",
+    )
     num_engines: int = at_least(
         1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own", resume="harmless"
     )

@@ -84,6 +84,7 @@ def training_sampling(cfg: Config) -> Sampling:
         sampling_of(cfg.rollout, cfg.data.max_response_length),
         support=support_size(cfg),
         support_logprobs=cfg.algorithm.score_centering > 0,
+        experts=cfg.rollout.replay_experts,
     )
 
 

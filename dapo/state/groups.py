@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dapo.sampling.draws import BufferState
 from dapo.state.journal import Journal
-from dapo.types import Draw, Float32Array, Group, Int32Array, Prompt, Response, Score, Support, VersionSpan
+from dapo.types import Draw, Experts, Float32Array, Group, Int32Array, Prompt, Response, Score, Support, VersionSpan
 
 FILE = "groups.parquet"
 TOGETHER = 16  # groups per write: their columns are in memory twice, and block other threads
@@ -42,10 +42,12 @@ _SCHEMA = pa.schema(
         "support_counts": pa.large_list(pa.uint16()),
         "support_ids": pa.large_list(pa.int32()),
         "support_logprobs": pa.large_list(pa.float32()),
+        "experts": pa.large_list(pa.uint8()),  # the bytes of `dapo.types.Experts`; empty without it
+        "experts_shape": pa.list_(pa.int32()),  # layers, experts per token, bytes of one; null without
     }
 )
 # Read and written without a Python number per token.
-_ARRAYS = ["token_ids", "rollout_logprobs", "support_counts", "support_ids", "support_logprobs"]
+_ARRAYS = ["token_ids", "rollout_logprobs", "support_counts", "support_ids", "support_logprobs", "experts"]
 Visits = Mapping[int, int]
 
 
@@ -83,7 +85,7 @@ def _groups(
     rows = table.drop_columns(_ARRAYS).to_pylist()
     know({row["draw"]: row["visit"] for row in rows if row["visit"] is not None})
     found: dict[tuple[int, int], tuple[Draw, list[Response], list[Score]]] = {}
-    for row, ids, own, *support in zip(rows, *arrays.values(), strict=True):
+    for row, ids, own, *support, experts in zip(rows, *arrays.values(), strict=True):
         index, started, mask = row["draw"], row["started"], row["token_mask"]
         if (index, started) not in found:
             found[index, started] = draw(index), [], []
@@ -101,6 +103,7 @@ def _groups(
                 seconds=math.nan,
                 token_mask=None if mask is None else np.frombuffer(mask, dtype=np.bool_),
                 support=_support(*support),
+                experts=_experts(experts, row["experts_shape"]),
             )
         )
         scores.append(Score(**json.loads(row["score"])))
@@ -175,6 +178,7 @@ def _table(groups: Sequence[tuple[Group, int]], visits: Visits) -> pa.Table:
     ]
     responses = [response for _, _, response, _ in rows]
     supports = [response.support or _NO_SUPPORT for response in responses]
+    experts = [response.experts for response in responses]
     columns = [
         [draw.index for draw, _, _, _ in rows],
         [started for _, started, _, _ in rows],
@@ -190,6 +194,8 @@ def _table(groups: Sequence[tuple[Group, int]], visits: Visits) -> pa.Table:
         _column([support.counts for support in supports], np.dtype(np.uint16)),
         _column([support.token_ids for support in supports], np.dtype(np.int32)),
         _column([support.logprobs for support in supports], np.dtype(np.float32)),
+        _column([None if rows is None else rows.reshape(-1).view(np.uint8) for rows in experts], np.dtype(np.uint8)),
+        [None if rows is None else [*rows.shape[1:], rows.itemsize] for rows in experts],
     ]
     return pa.table([pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
 
@@ -203,6 +209,13 @@ def _support(counts: NDArray[np.uint16], token_ids: Int32Array, logprobs: Float3
     if not len(counts):
         return None
     return Support(counts=counts, token_ids=token_ids, logprobs=logprobs if len(logprobs) else None)
+
+
+def _experts(content: NDArray[np.uint8], shape: list[int] | None) -> Experts | None:
+    if shape is None:
+        return None
+    layers, per_token, size = shape
+    return content.view(f"u{size}").reshape(-1, layers, per_token)
 
 
 def _column(arrays: Sequence[NDArray[Any] | None], dtype: np.dtype[Any]) -> pa.LargeListArray:

@@ -46,6 +46,23 @@ def test_sequences_hold_prompt_then_response_and_the_advantage_of_their_group():
         assert sequence.num_prompt_tokens == len(prompt)
 
 
+def test_all_responses_to_a_prompt_have_the_experts_that_the_first_had_in_it():
+    group = GROUPS[0]
+    length = len(group.draw.prompt.token_ids)
+    responses = [
+        replace(r, experts=np.full((length + len(r.token_ids) - 1, 2, 1), number, np.uint8))
+        for number, r in enumerate(group.responses)
+    ]
+    responses[0] = group.responses[0]  # of an engine that returned none
+    (minibatch,) = build_batch([replace(group, responses=tuple(responses))], make_config(1), version=0).minibatches
+    for number, sequence in enumerate(minibatch):
+        assert sequence.prompt_experts.shape == (length - 1, 2, 1) and (sequence.prompt_experts == 1).all()
+        if number:
+            assert sequence.experts.shape == (len(sequence.token_ids) - length, 2, 1)
+            assert (sequence.experts == number).all()
+    assert minibatch[0].experts is None
+
+
 def test_without_the_division_the_advantage_is_the_deviation_from_the_mean():
     cfg = make_config(1)
     cfg.algorithm.advantage.normalize_by_std = False

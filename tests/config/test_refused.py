@@ -12,10 +12,13 @@ import pytest
 from dapo.config import elsewhere
 from dapo.config.checks import validate
 from dapo.config.compose import compose
+from dapo.config.facts.model_shape import read_config
 from dapo.config.names import engine_arguments, is_open, known_keys
-from dapo.config.rules.engine import batches
+from dapo.config.rules.engine import batches, replayed_experts
+from dapo.config.rules.model import config_problems
 from dapo.config.schema import Config
 from dapo.driver.preflight import preflight
+from tests.support.training.model_families import FAMILIES, save_config
 
 V = "rollout.vllm"
 SPECULATION = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}"
@@ -84,6 +87,17 @@ def test_engines_alone_need_no_correction() -> None:
     with pytest.raises(ValueError, match="coarser policy"):
         validate(cfg)
     validate(cfg, trains=False)
+
+
+def test_engines_that_cannot_return_experts(tmp_path: Path) -> None:
+    save_config(FAMILIES["Qwen3-MoE"], tmp_path)
+    cfg = compose([], "dapo_tiny")
+    cfg.model.path, cfg.rollout.replay_experts = str(tmp_path), True
+    assert [*replayed_experts(cfg), *config_problems(cfg, read_config(str(tmp_path)), trains=True)] == []
+    cfg.rollout.vllm = {"enable_prefix_caching": False, "pipeline_parallel_size": 2}
+    first, second = replayed_experts(cfg)
+    assert first.startswith(f"`{V}.enable_prefix_caching` (False) must be true with `rollout.replay_experts`")
+    assert second.startswith(f"`{V}.pipeline_parallel_size` (2) must be 1 with `rollout.replay_experts`")
 
 
 def test_default_tokens_of_a_gpus_pass() -> None:

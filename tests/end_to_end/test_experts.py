@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,12 +24,21 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return upcycle(resolve_path("pkg://dapo.tiny/base"), tmp_path_factory.mktemp("experts"), noise=0.02)
 
 
-def test_experts_and_router_are_trained_and_a_run_goes_on(runs: Runs, mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", ["false", "true"])
+def test_experts_and_router_are_trained_and_a_run_goes_on(
+    runs: Runs, mixture: Path, tmp_path: Path, replay: str
+) -> None:
+    keys = [f"model.path={mixture}", f"rollout.replay_experts={replay}", "eval.every=0", "checkpoint.batches=true"]
     for steps in (1, 3):
-        runs.small(tmp_path, f"model.path={mixture}", f"trainer.total_steps={steps}", "eval.every=0")
+        runs.small(tmp_path, *keys, f"trainer.total_steps={steps}")
     steps = [line for line in metrics(tmp_path) if "actor/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["parity/max_abs_logprob_diff"] <= BOUND for line in steps), "engines pack experts anew"
+    files = sorted((tmp_path / "batches").glob("step_*.parquet"))
+    assert files
+    for file in files:
+        rows = pq.read_table(file, columns=["token_ids", "experts"]).to_pylist()
+        assert all((len(row["experts"]) > 4 * 2 * len(row["token_ids"])) == (replay == "true") for row in rows)
     before, after = (load_file(at / "model.safetensors") for at in (mixture, checkpoint(tmp_path) / "hf"))
     assert after.keys() == before.keys()
     still = [name for name in before if torch.equal(before[name], after[name])]

@@ -76,8 +76,10 @@ def test_a_group_comes_out_as_it_went_in(tmp_path):
         text="\0 ∑ \x7f" * 9,
         policy_versions=(VersionSpan(version=2, start=0, end=7), VersionSpan(version=3, start=7, end=5000)),
         support=support_of(range(5000)),
+        experts=rng.integers(0, 255, (5003, 3, 4)).astype(np.uint8),
     )
-    other = replace(make_response(3), support=replace(support_of([4, 2, 9]), logprobs=None))
+    many = rng.integers(0, 1000, (6, 3, 4)).astype(np.uint16)
+    other = replace(make_response(3), experts=many, support=replace(support_of([4, 2, 9]), logprobs=None))
     group = replace(make_group(7, [1.0, float("nan"), 0.0]), responses=(response, make_response(0), other))
     write_groups(tmp_path / FILE, [(group, 2)])
     ((back, started),) = read_groups(tmp_path / FILE, draw_of, check=True)
@@ -92,7 +94,10 @@ def test_a_group_comes_out_as_it_went_in(tmp_path):
             other.policy_versions,
         )
     assert_support(back.responses[0].support, range(5000))
-    assert back.responses[1].support is None
+    assert back.responses[1].support is None and back.responses[1].experts is None
+    for place in (0, 2):
+        found, wanted = back.responses[place].experts, group.responses[place].experts
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
     support = back.responses[2].support
     assert support.logprobs is None and support.counts.tolist() == other.support.counts.tolist()
     assert support.token_ids.tolist() == other.support.token_ids.tolist()

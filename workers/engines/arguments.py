@@ -6,6 +6,8 @@ from dapo.config.derived import gpus_per_engine, shares_gpus, support_size
 from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
 
+# Where vLLM itself, which returns experts only on GPUs, refuses `enable_return_routed_experts`.
+CPU_EXPERTS_SCHEDULER = "workers.engines.scheduling.scheduler_with_experts"
 VLLM_MAX_LOGPROBS = 20  # vLLM's default: the most log-probabilities that a request may ask for per position
 
 
@@ -21,6 +23,10 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     }
     if (size := support_size(cfg)) > VLLM_MAX_LOGPROBS:
         args["max_logprobs"] = size
+    if cfg.rollout.replay_experts and device == "cpu":
+        args["scheduler_cls"] = CPU_EXPERTS_SCHEDULER
+    elif cfg.rollout.replay_experts:
+        args["enable_return_routed_experts"] = True
     given = cfg.rollout.vllm
     if cfg.model.head_dtype != "auto":
         given = given | {"hf_overrides": {**given.get("hf_overrides", {}), "head_dtype": cfg.model.head_dtype}}

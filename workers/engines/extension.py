@@ -8,7 +8,10 @@ temperature for each drafted token, writes into a copy, so the sampler divides l
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.triton_utils import HAS_TRITON
@@ -25,11 +28,50 @@ class EngineExtension(WeightReceiverExtension):
     """Mixed into vLLM's worker class. vLLM finds it by name, and so imports this module in the worker."""
 
     available_kv_cache_memory_bytes: int  # set on a GPU, unless the size was configured
+    model_runner: Any
     get_model: Callable[[], nn.Module]
 
     def measured_cache_bytes(self) -> int:
         """Returns the bytes vLLM found available for KV cache on this GPU; 0 if it did not measure."""
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
+    def add_experts(self) -> None:
+        """Has the model runner of a CPU return each token's experts through vLLM's own connector, as that of a GPU does
+        (`enable_return_routed_experts`)."""
+        from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+        runner = self.model_runner
+        connector = AuxOutputWorkerConnector(
+            vllm_config=self.vllm_config, model=runner.model, kv_cache_config=runner.kv_cache_config
+        )
+        execute, sample = runner.execute_model, runner.sample_tokens
+        step: dict[str, Any] = {}
+
+        def execute_model(scheduled: Any, *args: Any) -> Any:
+            connector.begin_step(scheduled.aux_output_connector_metadata)
+            output = execute(scheduled, *args)
+            if scheduled.total_num_scheduled_tokens:
+                batch, count = runner.input_batch, runner.input_batch.num_reqs
+                step["pending"] = connector.prepare_output(
+                    SimpleNamespace(
+                        req_ids=batch.req_ids[:count],
+                        query_start_loc_np=runner.query_start_loc.np[: count + 1].copy(),
+                        num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),
+                    )
+                )
+                step["drafted"] = scheduled.scheduled_spec_decode_tokens
+            return output
+
+        def sample_tokens(*args: Any) -> Any:
+            output = sample(*args)
+            if (pending := step.pop("pending", None)) is not None:
+                sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
+                drafted = np.array([len(step["drafted"].get(name, ())) for name in output.req_ids])
+                pending.enqueue_cpu_copy(sampled, np.where(drafted > 0, drafted + 1 - sampled, 0))
+                output.aux_output_connector_output = pending.process_output()
+            return output
+
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
     def record_layers(self) -> None:
         self._layers = LayerOutputs(self.get_model())

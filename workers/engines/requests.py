@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dapo.sampling.seeds import continued_seed
-from dapo.types import Response, VersionSpan, joined_support
+from dapo.types import Experts, Response, VersionSpan, joined_support
 from workers.engines.slot import EngineSlot
 from workers.engines.worker import Start
 from workers.remote import RemoteError, WorkerLost, wait
@@ -62,8 +62,13 @@ def joined(first: Response, then: Response) -> Response:
         rollout_logprobs=np.concatenate([first.rollout_logprobs, then.rollout_logprobs]),
         policy_versions=tuple(_merged([*first.policy_versions, *later])),
         support=joined_support([(first.support, length), (then.support, len(then.token_ids))]),
+        experts=_all_rows(first.experts, then.experts),
         seconds=first.seconds + then.seconds,
     )
+
+
+def _all_rows(first: Experts | None, then: Experts | None) -> Experts | None:
+    return first if then is None else then if first is None else np.concatenate([first, then])
 
 
 def _merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:

@@ -1,4 +1,4 @@
-"""A vLLM scheduler that forwards log-probabilities in batches of 16 tokens instead of one by one.
+"""A vLLM scheduler that forwards log-probabilities, and experts, in batches of 16 tokens instead of one by one.
 
 vLLM loads this in the engine's process as `scheduler_cls`. vLLM sends log-probability, rank and token id of each token
 as three one-element arrays. Reading those is most of the work of the process that receives the tokens, and with many
@@ -37,14 +37,16 @@ class Gathering:
     def _gather(self, output: Any) -> None:
         name = output.request_id
         held = self._held[name]
-        held.append(output.new_logprobs)
+        held.append((output.new_logprobs, output.routed_experts))
         if self._goes_on(name, output) and len(held) < TOGETHER:
-            output.new_logprobs = None
+            output.new_logprobs = output.routed_experts = None
             return
         del self._held[name]
         if len(held) > 1:
-            ids, logprobs, ranks, _ = zip(*held, strict=True)
+            ids, logprobs, ranks, _ = zip(*(lists for lists, _ in held), strict=True)
             output.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks))
+            experts = [rows for _, rows in held if rows is not None]
+            output.routed_experts = np.concatenate(experts) if experts else None
 
     def _goes_on(self, name: str, output: Any) -> bool:
         """Whether later outputs of a request will pass through here. Stop strings end a request elsewhere."""
@@ -69,3 +71,12 @@ def scheduler(**needs: Any) -> Gathering:
     """Returns the scheduler of the kind that vLLM itself would choose."""
     ahead = needs["vllm_config"].scheduler_config.async_scheduling
     return (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)
+
+
+def scheduler_with_experts(**needs: Any) -> Gathering:
+    """Returns one that forwards the experts of a CPU's model runner (`workers.engines.extension`)."""
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    made: Any = scheduler(**needs)
+    made.aux_output_connector = AuxOutputSchedulerConnector()
+    return made

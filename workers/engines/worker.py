@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from dapo.types import Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
 from workers.capacity import EngineSize
+from workers.engines.arguments import CPU_EXPERTS_SCHEDULER
 from workers.engines.life import LifeSigns, Pulse, Statistics
 from workers.engines.orphans import ACTOR
 from workers.remote import WorkerLost
@@ -59,6 +60,10 @@ class Start:
     token_ids: Int32Array
     seed: int
 
+    def num_routed(self, prompt_length: int) -> int:
+        """Number of tokens whose experts are known: all that the engine before this one has computed."""
+        return prompt_length + len(self.token_ids) - 1 if len(self.token_ids) else 0
+
 
 class RolloutWorker:
     """One engine. Every method runs on the actor's event loop; `start` must be called first."""
@@ -84,6 +89,8 @@ class RolloutWorker:
         )
         self._life = LifeSigns()
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
+        if args.scheduler_cls == CPU_EXPERTS_SCHEDULER:
+            await self._engine.collective_rpc("add_experts")
         self._life.meter.started()
         enable_envs_cache()  # otherwise each token reads the environment again, a quarter of this process's work
         await self._engine.update_weight_version("0")
@@ -139,6 +146,7 @@ class RolloutWorker:
             # 0: the sampled token's only
             logprobs=min(sampling.support, self._vocabulary) if sampling.logprobs else None,
             flat_logprobs=True,
+            routed_experts_prompt_start=start.num_routed(len(prompt)),
             detokenize=bool(sampling.stop),  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
             **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
@@ -158,6 +166,9 @@ class RolloutWorker:
         if (end := end_of(whole, sampling.stop, decode)) is not None:
             whole, reason = whole[:end], "stop"
         length = len(whole) - len(before)
+        experts = None
+        if sampling.experts and length:
+            experts = completion.routed_experts[: len(prompt) + len(whole) - 1 - start.num_routed(len(prompt))]
         spans = [
             VersionSpan(version=int(span.version), start=span.start, end=span.end)
             for span in completion.weight_versions or ()
@@ -171,6 +182,7 @@ class RolloutWorker:
             engine=-1,  # the driver numbers the engines
             seconds=time.monotonic() - began,
             support=None if support is None else support.where(np.arange(len(logprobs)) < length),
+            experts=experts,
         )
 
     async def abort(self, keys: list[str]) -> None:

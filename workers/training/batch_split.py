@@ -44,8 +44,8 @@ def split_sequences(
     """Packs sequences over ranks as `split_batch` does. Also returns a function that puts the ranks' results, one per
     sequence in the order of their micro-batches, back into the order of the sequences."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
-    shared = [sequence.shared_prompt for sequence in sequences] if share_prompts else []
-    packed = pack(lengths, num_ranks, max_tokens, equal_at, [(prompt.tobytes(), len(prompt)) for prompt in shared])
+    shared = [(one.prompt_key, len(one.shared_prompt)) for one in sequences] if share_prompts else []
+    packed = pack(lengths, num_ranks, max_tokens, equal_at, shared)
 
     def in_order(results: Sequence[list[Any]]) -> list[Any]:
         found: dict[int, Any] = {}

@@ -270,10 +270,11 @@ class Updater:
 
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
-        """Returns [mini-batch][micro-batch] of [R]."""
+        """Returns [mini-batch][micro-batch] of [R]. The reference chooses its experts itself: the engine's choice is
+        that of another policy, with which it would be a model that nobody has trained."""
         if self._reference is None:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
-        logprobs = [[self._reference(batch)[0] for batch in minibatch] for minibatch in batches]
+        logprobs = [[self._reference(replace(batch, experts=None))[0] for batch in minibatch] for minibatch in batches]
         reshard(self._reference)
         return logprobs
 

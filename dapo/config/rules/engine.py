@@ -167,3 +167,21 @@ def quantized_training(cfg: Config) -> Iterator[str]:
             f"`weight_sync.max_mean_logprob_diff` ({bound:g}) leaves no room for `{QUANTIZATION}` ({given}), whose "
             f"rounding alone would set batches aside; raise it to {FP8_LOGPROB_DIFF:g} or more"
         )
+
+
+def replayed_experts(cfg: Config) -> Iterator[str]:
+    """Reports engines that cannot return experts: vLLM keeps those of a shared prefix beside its cache."""
+    args = cfg.rollout.vllm
+    if not cfg.rollout.replay_experts:
+        return
+    if args.get("enable_prefix_caching") is False:
+        yield (
+            f"`{ENGINE}.enable_prefix_caching` (False) must be true with `rollout.replay_experts`, for vLLM returns "
+            "the experts of a token only with its prefix cache; leave it out"
+        )
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if args.get(name, 1) != 1:
+            yield (
+                f"`{ENGINE}.{name}` ({args[name]}) must be 1 with `rollout.replay_experts`, for vLLM does not collect "
+                f"the experts of several stages or parts; use `{ENGINE}.tensor_parallel_size`"
+            )

@@ -133,6 +133,7 @@ def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Ite
     yield from heads_problems(cfg, config, trains=trains)
     if trains:
         yield from architecture_problems(cfg, config)
+        yield from _replayed(cfg, text_part(config))
     elif "hf_overrides" not in cfg.rollout.vllm:
         yield from _frequencies(cfg, text_part(config))
     yield from _context(cfg, config)
@@ -235,7 +236,7 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
             f"{named} changes its logits after the head ({', '.join(changed)} in config.json), which the actors do "
             "not compute; choose another architecture"
         )
-    experts = [f"{key}: {config[key]}" for key in EXPERT_KEYS if (config.get(key) or 0) > 1]
+    experts = _experts(config)
     if experts and (kind := config.get("model_type")) not in EXPERT_KINDS:
         yield (
             f"{named} is a mixture of experts ({', '.join(experts)} in config.json) of the kind {kind}, whose tensors "
@@ -252,6 +253,18 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{named} has layers that see {window} tokens (sliding_window in config.json), fewer than "
             f"`data.max_prompt_length` + `data.max_response_length` ({longest}), which {remedy}, or lower the lengths"
+        )
+
+
+def _experts(config: dict[str, Any]) -> list[str]:
+    return [f"{key}: {config[key]}" for key in EXPERT_KEYS if (config.get(key) or 0) > 1]
+
+
+def _replayed(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
+    if cfg.rollout.replay_experts and not _experts(config):
+        yield (
+            f"`rollout.replay_experts` (true) is for a mixture of experts, and `model.path` ({cfg.model.path}) is "
+            f"dense (its config.json has none of {', '.join(EXPERT_KEYS)}); set it to false"
         )
 
 

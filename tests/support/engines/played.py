@@ -16,7 +16,7 @@ import numpy as np
 
 from dapo.config.sampling import RolloutConfig
 from dapo.sampling.seeds import response_seed
-from dapo.types import Int32Array, Response, Sampling, Support, VersionSpan
+from dapo.types import Experts, Int32Array, Response, Sampling, Support, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.engines.slot import EngineSlot
 from workers.engines.worker import Start
@@ -81,7 +81,12 @@ class Engine:
                         ended[place] = reason
             running -= ended.keys()
             if ended and not self.dead:
-                yield future([(at, self._response(starts[at], made.pop(at), why)) for at, why in ended.items()])
+                yield future(
+                    [
+                        (at, self._response(starts[at], made.pop(at), why, len(prompt) if sampling.experts else None))
+                        for at, why in ended.items()
+                    ]
+                )
         del self._known[key]
         if self.dead:
             world.lost |= {number for numbers in made.values() for number in numbers}
@@ -101,7 +106,8 @@ class Engine:
         world.log.append(Token(token, place, world.version, (start.seed, len(made))))
         return "stop" if token == STOP else "length" if place + 1 == cap else ""
 
-    def _response(self, start: Start, made: list[int], reason: str) -> Response:
+    def _response(self, start: Start, made: list[int], reason: str, prompt: int | None = None) -> Response:
+        """prompt: its length, if experts are asked for."""
         tokens = [self._world.log[number] for number in made]
         ids = np.array([token.token for token in tokens], dtype=np.int32)
         begins = [k for k in range(len(made)) if k == 0 or tokens[k].version != tokens[k - 1].version]
@@ -116,7 +122,23 @@ class Engine:
             engine=-1,
             seconds=1.0,
             support=support_of(made),
+            experts=None if prompt is None or not made else experts_of(start, prompt, len(made)),
         )
+
+
+def experts_of(start: Start, prompt: int, made: int) -> Experts:
+    """[tokens, 1, 2]: as if each token had gone through experts with the number of its place, and of its request."""
+    known = len(start.token_ids)
+    places = np.arange(prompt + known - 1 if known else 0, prompt + known + made - 1)
+    return np.stack([places % 256, np.full(len(places), start.seed % 256)], axis=-1).astype(np.uint8)[:, None]
+
+
+def assert_experts(found: Experts | None, prompt: int, length: int) -> None:
+    """Each token but the last has its own, once."""
+    if found is None:
+        assert not length
+        return
+    assert found.dtype == np.uint8 and found[:, 0, 0].tolist() == [k % 256 for k in range(prompt + length - 1)]
 
 
 def support_of(numbers: Sequence[int]) -> Support:

@@ -16,13 +16,13 @@ from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import GroupStream
 from dapo.types import Request, Response, Sampling, VersionSpan
 from tests.support.driver.loops import PROMPTS, some_mixed
-from tests.support.engines.played import SLOTS, STOP, World, assert_support, played_pool, text_of
+from tests.support.engines.played import SLOTS, STOP, World, assert_experts, assert_support, played_pool, text_of
 from tests.support.fakes import FakeRewards
 from workers.engines.requests import NOTHING, Unfinished, joined
 from workers.rollout import RolloutPool
 
 CAP, N = 24, 4
-SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP)
+SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP, experts=True)
 PROMPT = np.arange(5, dtype=np.int32)
 MOVES = st.lists(st.tuples(st.sampled_from(["down"] * 6 + ["down and lost", "lost"]), st.integers(0, 40)), max_size=8)
 
@@ -110,6 +110,7 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
     assert len(found) == 6 * N
     for response in found.values():
         audit(response, world)
+        assert_experts(response.experts, len(PROMPT), len(response.token_ids))
     assert {key for (key, _), response in found.items() if response.aborted} <= {f"g{k}" for k in aborted}
     kept = [number for response in found.values() for number in numbers(response)]
     assert sorted(kept) == sorted(set(range(len(world.log))) - world.lost), "each token once, none forgotten"

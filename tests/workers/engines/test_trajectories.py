@@ -22,14 +22,14 @@ from dapo.turns.one_turn import rollout as one_turn
 from dapo.turns.protocol import Trajectory
 from dapo.types import Draw, Request, Response, Sampling
 from tests.support.engines.functions import LocalCall, LocalFunctions
-from tests.support.engines.played import World, assert_support, played_pool
+from tests.support.engines.played import World, assert_experts, assert_support, played_pool
 from tests.support.fakes import FakeRewards, make_prompt
 from workers.remote import RemoteError
 from workers.trajectories import MAX_GONE, TrajectoryPool
 from workers.turns import WorkerGone
 
 CAP, N = 24, 4
-SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP)
+SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP, experts=True)
 PROMPT = make_prompt(3)
 SEEDS = range(50, 50 + N)
 GIVEN = (30, 31, 32)
@@ -100,6 +100,7 @@ def test_two_turns_hold_what_was_sampled_and_what_was_given() -> None:
         numbers = [-round(logprob) for logprob in response.sampled_logprobs.tolist()]
         assert not response.support.counts[~response.token_mask].any()
         assert_support(response.sampled_support, numbers)
+        assert_experts(response.experts, len(PROMPT.token_ids), len(response.token_ids))
         made = [world.log[number].token for number in numbers]
         assert made == response.token_ids[response.token_mask].tolist(), "each token has its own log-probability"
         assert response.num_sampled == sum(mask) == sum(s.end - s.start for s in response.policy_versions)

@@ -16,6 +16,7 @@ from dapo.config.algorithm import AlgorithmConfig, ClipCovConfig, KLConfig, KlCo
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.model_families import FAMILIES, save_model
+from tests.support.training.plain_experts import plain_mixture, with_random_experts
 from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
@@ -53,7 +54,8 @@ Plain = tuple[dict[bytes, torch.Tensor], Tensors]  # log-probabilities by a sequ
 class Variant:
     """packed: all sequences in as few micro-batches as there are ranks, else as many as there may be. chunked: logits
     three rows at a time. lora: adapters train, else all weights. offload, checkpointing: as in the configuration. cut:
-    the tokens were sampled from a part of the vocabulary."""
+    the tokens were sampled from a part of the vocabulary. replayed: the experts are given, as an engine would, and not
+    the routers' choice."""
 
     packed: bool = True
     chunked: bool = False
@@ -61,6 +63,7 @@ class Variant:
     lora: bool = False
     checkpointing: str = "none"
     cut: bool = False
+    replayed: bool = False
 
 
 VARIANTS = {
@@ -73,6 +76,8 @@ VARIANTS = {
 OF_EXPERTS = {
     "packed": Variant(checkpointing="selective"),
     "separate_lora": Variant(packed=False, lora=True, checkpointing="full"),
+    "packed_replayed": Variant(checkpointing="selective", replayed=True),
+    "separate_lora_replayed": Variant(packed=False, lora=True, checkpointing="full", replayed=True),
 }
 
 
@@ -91,9 +96,11 @@ def plain(tied_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[tuple[bo
     }
 
 
-def plain_results(directory: Path, sequences: tuple[TrainSequence, ...], *, lora: bool) -> Plain:
+def plain_results(
+    directory: Path, sequences: tuple[TrainSequence, ...], *, lora: bool, replayed: bool = False
+) -> Plain:
     """One sequence at a time, in one process; gradients of the whole mini-batch, for what trains."""
-    model = reference(directory)
+    model = plain_mixture(directory, sequences, torch.float32) if replayed else reference(directory)
     if lora:
         add_adapters(model, LORA)
         set_adapters(model)
@@ -197,27 +204,35 @@ def test_ranks_agree_with_plain_transformers(
 
 
 @pytest.fixture(scope="module")
-def experts(
-    tmp_path_factory: pytest.TempPathFactory, sequences: tuple[TrainSequence, ...]
-) -> tuple[Path, dict[bool, Plain]]:
-    """A mixture of five experts, which no number of ranks divides; of four ranks the last has none of them."""
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five experts, which no number of ranks divides; of four ranks the last has none of them."""
     family = FAMILIES["Qwen3-MoE"]
     directory = tmp_path_factory.mktemp("experts")
-    save_model(dataclasses.replace(family, keys=family.keys | {"num_experts": 5}), directory)
-    return directory, {lora: plain_results(directory, sequences, lora=lora) for lora in (False, True)}
+    save_model(dataclasses.replace(family, keys=family.keys | {"num_experts": 5, "num_local_experts": 5}), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_experts(
+    mixture: Path, sequences: tuple[TrainSequence, ...]
+) -> dict[Variant, tuple[tuple[TrainSequence, ...], Plain]]:
+    found = {}
+    for variant in OF_EXPERTS.values():
+        own = with_random_experts(sequences, layers=2, experts=5, k=2) if variant.replayed else sequences
+        found[variant] = own, plain_results(mixture, own, lora=variant.lora, replayed=variant.replayed)
+    return found
 
 
 @pytest.mark.parametrize("variant", OF_EXPERTS.values(), ids=OF_EXPERTS)
 def test_ranks_that_share_experts_agree_with_plain_transformers(
     row: tuple[ActorPool, Config],
     variant: Variant,
-    sequences: tuple[TrainSequence, ...],
-    experts: tuple[Path, dict[bool, Plain]],
+    mixture: Path,
+    of_experts: dict[Variant, tuple[tuple[TrainSequence, ...], Plain]],
 ) -> None:
     pool, cfg = row
-    directory, wanted = experts
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(directory)))
-    assert_parity(pool, cfg, variant, sequences, wanted[variant.lora])
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(mixture)))
+    assert_parity(pool, cfg, variant, *of_experts[variant])
 
 
 BY_SEQUENCE = RolloutCorrectionConfig(mode="truncate", level="sequence", upper=1.2)

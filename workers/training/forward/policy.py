@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.packing import worth_sharing
-from dapo.types import TrainSequence
+from dapo.types import Experts, TrainSequence
 from workers.training.forward.attention import Segments, SharedPrompts
+from workers.training.forward.experts import OWN, take_experts
 from workers.training.forward.logprobs import token_logprobs
 from workers.training.forward.ulysses import gather_rows
 from workers.training.mesh import SequenceParallel
@@ -47,6 +48,7 @@ class MicroBatch:
     weights: Tensor  # [R] float32
     segment_ids: Tensor  # [R] int64, index of the token's sequence
     staleness: Tensor  # [R] int64, see `TrainSequence`
+    experts: Tensor | None = None  # [t, layers, k] int16, to replay; `OWN` where the router chooses itself
 
 
 def collate(
@@ -61,10 +63,11 @@ def collate(
     the micro-batch is one token per rank with nothing to train (R = 0): the rank still takes part in every collective.
     """
     rank, size = sequence_parallel.rank, sequence_parallel.size
-    tokens, positions, predict, lengths, prompts = _lay_out(sequences, size, share_prompts)
+    tokens, positions, predict, lengths, prompts, routed = _lay_out(sequences, size, share_prompts)
     whole = [
         length + (lengths[of] if of != i else 0) for i, (length, of) in enumerate(zip(lengths, prompts, strict=True))
     ]
+    experts = _experts(routed, len(tokens))
     run = len(tokens) // size
     edges = np.searchsorted(predict, np.arange(size + 1) * run)
     own, mine = slice(rank * run, (rank + 1) * run), slice(edges[rank], edges[rank + 1])
@@ -87,11 +90,12 @@ def collate(
         support=None if (support := _padded(sequences, "token_ids", -1)) is None else to(support[mine]),
         counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
-        support_logprobs=None if (own := _padded(sequences, "logprobs", -np.inf)) is None else to(own),
+        support_logprobs=None if (likely := _padded(sequences, "logprobs", -np.inf)) is None else to(likely),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
         segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
         staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
+        experts=None if experts is None else to(experts[own]),
     )
 
 
@@ -113,12 +117,16 @@ def _sums(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 def _lay_out(
     sequences: Sequence[TrainSequence], multiple: int, share_prompts: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int], list[int]]:
-    """Returns (tokens [T], positions [T], predictors [R] as indices into T, lengths and prompts of the N segments). A
-    prompt is a segment's index, its own index if it has none. T > 0 is a multiple of `multiple`."""
+) -> tuple[
+    NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int], list[int], list[tuple[int, Experts | None]]
+]:
+    """Returns (tokens [T], positions [T], predictors [R] as indices into T, lengths and prompts of the N segments, runs
+    of experts with the index of their first token). A prompt is a segment's index, its own index if it has none. T > 0
+    is a multiple of `multiple`."""
     parts, positions, predictors = [], [], [np.zeros(0, np.int64)]
     lengths: list[int] = []
     prompts: list[int] = []
+    routed: list[tuple[int, Experts | None]] = []
     filled = 0
 
     def add(tokens: NDArray[np.integer], start: int, prompt: int | None = None) -> None:
@@ -129,15 +137,20 @@ def _lay_out(
         positions.append(np.arange(start, start + len(tokens)))
         filled += len(tokens)
 
-    for _, neighbours in groupby(sequences, key=lambda sequence: sequence.shared_prompt.tobytes()):
+    for _, neighbours in groupby(sequences, key=lambda sequence: sequence.prompt_key):
         run = list(neighbours)
         shared, prompt = 0, None
         if share_prompts and worth_sharing(len(run[0].shared_prompt), [len(one.token_ids) for one in run]):
             shared, prompt = len(run[0].shared_prompt), len(lengths)
+            routed.append((filled, run[0].prompt_experts))
             add(run[0].shared_prompt, 0)
         for sequence in run:
+            if not shared:
+                routed.append((filled, sequence.prompt_experts))
             add(sequence.token_ids[shared:], shared, prompt)
-            response = np.arange(filled - len(sequence.token_ids) + sequence.num_prompt_tokens, filled) - 1
+            first = filled - len(sequence.token_ids) + sequence.num_prompt_tokens - 1
+            routed.append((first, sequence.experts))
+            response = np.arange(first, filled - 1)
             predictors.append(response if sequence.token_mask is None else response[sequence.token_mask])
     if filler := -filled % multiple if filled else multiple:
         add(np.zeros(filler, np.int64), 0)
@@ -147,7 +160,19 @@ def _lay_out(
         np.concatenate(predictors),
         lengths,
         prompts,
+        routed,
     )
+
+
+def _experts(routed: Sequence[tuple[int, Experts | None]], count: int) -> NDArray[np.int16] | None:
+    """Returns [count, layers, k], `OWN` where there are none: in the last token of a sequence and in filler tokens."""
+    runs = [(start, rows) for start, rows in routed if rows is not None]
+    if not runs:
+        return None
+    experts = np.full((count, *runs[0][1].shape[1:]), OWN, np.int16)
+    for start, rows in runs:
+        experts[start : start + len(rows)] = rows
+    return experts
 
 
 class PackedPolicy(nn.Module):
@@ -171,6 +196,7 @@ class PackedPolicy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.float32_logits, self.truncated = float32_logits, truncated
+        take_experts(model)
         self.variant = Variant()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -196,12 +222,14 @@ class PackedPolicy(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities [R], entropy [R] and log-probabilities of the support [R, K], if the batch has one,
         in nats, float32, equal on all sequence-parallel ranks."""
+        replayed = None if self.variant.own_experts else batch.experts
         hidden = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
             use_cache=False,
             segments=batch.segments,
+            **({} if replayed is None else {"experts": replayed}),
         ).last_hidden_state
         hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
