@@ -15,7 +15,7 @@ no digest, a missing parameter is no error, it does not support CPUs, and the ac
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,6 +119,7 @@ class WeightSync:
         self._actors = actors
         self._engines = rollouts
         self._cfg = cfg.weight_sync
+        self._replays = cfg.rollout.replay_experts
         self._transfer_s = transfer_timeout_s(cfg)
         self._link, self._lent = _Link(transport=resolve_transport(cfg)), _Link(transport=LENT_TRANSPORT)
         self._version: int | None = None  # that all engines serve
@@ -170,16 +171,18 @@ class WeightSync:
         async def by(variant: Variant) -> Probe:
             return actor_probe(await self._actors.probe(sequences, variant), engine.likely.shape[1])
 
-        variants = {"as_is": await by(Variant())}
-        single = {
-            "temperature": Variant(temperature=temperature_factor(engine, variants["as_is"])),
-            "head": Variant(other_head=True),
+        base = Variant(own_experts=not self._replays)
+        variants = {"as_is": await by(base)}
+        changed = {
+            "temperature": replace(base, temperature=temperature_factor(engine, variants["as_is"])),
+            "head": replace(base, other_head=True),
         }
-        for cause, variant in single.items():
+        if sequences[0].experts is not None:
+            changed["router"] = replace(base, own_experts=self._replays)
+        for cause, variant in changed.items():
             variants[cause] = await by(variant)
-        helpful = helps(engine, variants)
-        variants["all"] = await by(together([single[cause] for cause in helpful]))
-        return budget(engine, variants, stale=stale)
+        variants["all"] = await by(together([base, *(changed[cause] for cause in helps(engine, variants))]))
+        return budget(engine, variants, stale=stale, replays=self._replays)
 
     async def rest(self) -> None:
         """Puts the engines that share the actors' GPUs to sleep until a sync wakes them."""

@@ -31,8 +31,8 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What the actors' forward pass changes. temperature: factor of the configured one. other_head: logits in the other
-    type. own_experts: without router replay."""
+    """How the actors' forward pass is changed. temperature: factor of the configured one. other_head: logits in the
+    other type. own_experts: the actors choose experts themselves, also where the engine has returned its own."""
 
     temperature: float = 1.0
     other_head: bool = False
@@ -87,13 +87,14 @@ def together(variants: Sequence[Variant]) -> Variant:
     return Variant(
         temperature=math.prod(variant.temperature for variant in variants),
         other_head=any(variant.other_head for variant in variants),
-        own_experts=any(variant.own_experts for variant in variants),
+        own_experts=all(variant.own_experts for variant in variants),
     )
 
 
-def budget(engine: Probe, variants: Mapping[str, Probe], *, stale: float) -> dict[str, float]:
+def budget(engine: Probe, variants: Mapping[str, Probe], *, stale: float, replays: bool = False) -> dict[str, float]:
     """Returns the metrics `mismatch/`, in nats. variants: the actors' values "as_is", with single ones `SWITCHED`
-    off, and with "all" of them that help. stale: the mean difference over the last batch."""
+    off, and with "all" of them that help. stale: the mean difference over the last batch. replays: whether the actors
+    use the engine's experts as they are, so that "router" is without."""
     differences = {name: np.abs(probe.own - engine.own) for name, probe in variants.items()}
     differences["support"] = np.abs(over_support(engine, variants["as_is"]) - engine.own)
     ends = differences["all"], np.abs(over_support(engine, variants["all"]) - engine.own)
@@ -103,7 +104,8 @@ def budget(engine: Probe, variants: Mapping[str, Probe], *, stale: float) -> dic
         found[f"mismatch/{name}"] = whole
         for cause in SWITCHED:
             if cause in differences:
-                found[f"mismatch/{cause}_{name}"] = max(0.0, whole - float(measure(differences[cause])))
+                change = whole - float(measure(differences[cause]))
+                found[f"mismatch/{cause}_{name}"] = max(0.0, -change if cause == "router" and replays else change)
         found[f"mismatch/kernels_{name}"] = float(measure(rest))
     found["mismatch/staleness_mean"] = max(0.0, stale - found["mismatch/mean"])
     return found

@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from dapo.config.compose import compose
 from dapo.config.paths import output_path
+from dapo.config.sampling import SamplingConfig
 from dapo.config.schema import Config
 from dapo.data.origins import origins
 from dapo.data.sources import held_out_files
@@ -72,7 +74,7 @@ async def evaluate(cfg: Config) -> Answered:
 
 
 def write(folder: Path, cfg: Config, answered: Answered) -> Path:
-    sampling = {name: getattr(cfg.eval, name) for name in ("n", "temperature", "top_p", "top_k")}
+    sampling = {field.name: getattr(cfg.eval, field.name) for field in fields(SamplingConfig)}
     about = {
         "model": cfg.model.path,
         "inputs": origins(cfg),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dapo.algorithm.mismatch import CAUSES, Variant
 from dapo.config.schema import Config
@@ -73,6 +73,7 @@ class Engine:
             token_ids.append(token)
         returned = type("Flat", (), {"token_ids": flat_ids, "logprobs": flat})
         logprobs, support = values_of(returned, sampling.support, sampling)
+        experts = self.experts(token_ids[:-1]) if hasattr(self.model.model.layers[0].mlp, "gate") else None
         return Response(
             token_ids=np.array(token_ids[len(prompt) :], np.int32),
             rollout_logprobs=logprobs,
@@ -82,7 +83,18 @@ class Engine:
             engine=0,
             seconds=0.0,
             support=support,
+            experts=experts,
         )
+
+    @torch.no_grad()
+    def experts(self, token_ids: Sequence[int]) -> np.ndarray:
+        chosen: list[torch.Tensor] = []
+        note = lambda module, args, output: chosen.append(output[2])  # noqa: E731
+        hooks = [layer.mlp.gate.register_forward_hook(note) for layer in self.model.model.layers]
+        self.model.model(torch.tensor([token_ids]))
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(chosen, dim=1).numpy().astype(np.uint8)
 
 
 @dataclass
@@ -104,6 +116,40 @@ class Actors:
     async def probe(self, sequences: Sequence[TrainSequence], variant: Variant) -> list[np.ndarray]:
         found = self.policy.probe(collate(sequences, CPU), variant)
         return [part.numpy() for part in found.split([len(one.rollout_logprobs) for one in sequences])]
+
+
+def make_mixture() -> nn.Module:
+    torch.manual_seed(4)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        initializer_range=0.4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    return Qwen3MoeForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION).eval()
+
+
+def other_router(model: nn.Module) -> nn.Module:
+    """A copy whose routers prefer some experts a little more, and weigh the chosen ones as before."""
+    preferred = torch.randn(8, generator=torch.Generator().manual_seed(5))
+
+    def choose(module: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, _ = output
+        chosen = (logits + 0.3 * preferred).topk(2).indices
+        shares = logits.softmax(-1).gather(-1, chosen)
+        return logits, (shares / shares.sum(-1, keepdim=True)).to(weights.dtype), chosen
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(choose)
+    return model
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -139,6 +185,7 @@ PLANTED: dict[str, Callable[[nn.Module], Engine]] = {
     "temperature": lambda model: Engine(plain(model), temperature=1.1 * TEMPERATURE),
     "support": lambda model: Engine(plain(model), top_p=0.7),
     "head": lambda model: Engine(plain(model), head=bfloat16_head(model)),
+    "router": lambda model: Engine(other_router(plain(model))),
     "kernels": lambda model: Engine(rounded(plain(model))),
 }
 
@@ -155,7 +202,7 @@ def by_cause(found: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("cause", PLANTED)
 def test_a_planted_cause_is_named(cause: str) -> None:
-    model = make_model()
+    model = make_mixture() if cause == "router" else make_model()
     found = metrics(model, PLANTED[cause](model))
     parts = by_cause(found)
     assert max(parts, key=lambda each: parts[each]) == cause, found

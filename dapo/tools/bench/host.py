@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from dapo.config.schema import Config
-from dapo.sampling.stream import sampling_of
+from dapo.sampling.stream import training_sampling
 from dapo.tools.bench.setting import TIMEOUT_S, cluster, engine, of_models, one_device_config
 from dapo.types import Request
 from workers.remote import wait
@@ -53,7 +53,7 @@ async def measure(cfg: Config, model: str, given: argparse.Namespace) -> list[li
 
 async def one_round(pool: RolloutPool, cfg: Config, count: int, number: int) -> tuple[float, int, float, float]:
     """Returns seconds, tokens, and the CPU seconds of the actor and the engine."""
-    sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=count)
+    sampling = replace(training_sampling(cfg), n=count)
     before, began = await _spent(pool), time.monotonic()
     seeds = range(number * count, (number + 1) * count)
     parts = pool.generate(Request(f"host-{count}-{number}", PROMPT, sampling, seeds))

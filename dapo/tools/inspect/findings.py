@@ -251,7 +251,6 @@ _SWITCHES = {  # what lowers a cause of the difference between actors and engine
     "temperature": (("rollout.vllm", "an engine argument changes the temperature that requests ask for"),),
     "support": (("rollout.vllm", "an engine argument leaves out tokens; use `rollout.top_p` and `rollout.top_k`"),),
     "head": (("model.head_dtype", "float32: both keep the sums of the head's product", "float32"),),
-    "router": (("rollout.replay_experts", "true: actors use the experts that the engine has used", True),),
     "staleness": (
         ("algorithm.rollout_correction.mode", "truncate: tokens weigh by the ratio of the policies", "truncate"),
         ("algorithm.score_centering", "128, say: takes the drift out of the gradient"),
@@ -259,6 +258,7 @@ _SWITCHES = {  # what lowers a cause of the difference between actors and engine
     ),
     "kernels": (
         ("model.dtype", "float32 differs least", "float32"),
+        ("rollout.replay_experts", "true, if the model is a mixture of experts", True),
         ("algorithm.score_centering", "128, say: takes the drift out of the gradient"),
     ),
 }

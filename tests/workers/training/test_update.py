@@ -96,8 +96,8 @@ ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
         pytest.param(TWO_EPOCHS, {"policy_loss": "clip_cov", "clip_cov": SOME, **ENGINES}, id="clip_cov_of_engines"),
         pytest.param(
             ONE_STEP,
-            {"policy_loss": "clip_cov", "clip_cov": SOME, "entropy_top_share": 0.5, **ENGINES},
-            id="clip_cov_of_engines_high_entropy",
+            {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2), "entropy_top_share": 0.95, **ENGINES},
+            id="kl_cov_of_engines_high_entropy",
         ),
         pytest.param(TWO_EPOCHS, {"policy_loss": "kl_cov", "kl_cov": KlCovConfig(share=0.2)}, id="kl_cov"),
         pytest.param(
