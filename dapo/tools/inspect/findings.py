@@ -247,7 +247,8 @@ def _parity(run: Figures) -> Finding | None:
     )
 
 
-_SWITCHES = {  # what lowers a cause of the difference between actors and engines
+# What lowers a cause of the difference between actors and engines.
+_SWITCHES: Mapping[str, tuple[tuple[str, str] | tuple[str, str, Any], ...]] = {
     "temperature": (("rollout.vllm", "an engine argument changes the temperature that requests ask for"),),
     "support": (("rollout.vllm", "an engine argument leaves out tokens; use `rollout.top_p` and `rollout.top_k`"),),
     "head": (("model.head_dtype", "float32: both keep the sums of the head's product", "float32"),),

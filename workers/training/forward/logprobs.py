@@ -144,7 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[where] = own - log_total
             normalizer[where] = largest.squeeze(-1) + log_total
             entropy[where] = log_total - exponentials.mul_(z).sum(dim=-1) / total
-            if of_support is not None:
+            if of_support is not None and likely is not None and support is not None:
                 of_support[where] = (likely - normalizer[where, None]).masked_fill_(support[where] < 0, 0.0)
         ctx.save_for_backward(hidden, weight, bias, labels, support, normalizer, entropy if entropy_gradient else None)
         ctx.temperature, ctx.vocabulary = temperature, vocabulary

@@ -262,7 +262,7 @@ def _in_other_type(hidden: Tensor, head: nn.Linear, float32_logits: bool) -> tup
     """Returns what gives logits in float32 where they are rounded, and rounded to bfloat16 where they are not."""
     if hidden.dtype is not torch.float32:
         return hidden, head, not float32_logits
-    rounded = nn.Linear(*head.weight.T.shape, bias=head.bias is not None, device="meta")
+    rounded = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
     rounded.weight = nn.Parameter(head.weight.bfloat16())
     if head.bias is not None:
         rounded.bias = nn.Parameter(head.bias.bfloat16())
