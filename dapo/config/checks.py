@@ -37,6 +37,8 @@ OWN_ENGINE_ARGS = {
     "skip_tokenizer_init": "nothing: the tokenizer makes texts of responses",
     "seed": "trainer.seed: every request has a seed of its own, which is made of it",
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
+    "max_logprobs": "rollout.top_k and algorithm.score_centering, which need so many",
+    "return_sampling_mask": "rollout.top_k: what could be sampled comes with the log-probabilities",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
     "enable_return_routed_experts": "rollout.replay_experts",

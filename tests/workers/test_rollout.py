@@ -187,6 +187,31 @@ def test_of_truncated_sampling_the_tokens_that_could_be_sampled_come_back(engine
     assert far > 0.01 and min(counts) < max(counts) <= how.top_k
 
 
+def test_requests_that_ask_for_more_log_probabilities_change_nothing_for_the_others(engines, loop):
+    """A step of a batch has as many of them for every request as one of its requests asks for."""
+    pool, _ = engines
+    workers = [*pool.workers]
+    alone = loop.run(group_of(pool, "alone", 800))
+    how = replace(sampling(4, 12), support=20, support_logprobs=True)
+
+    async def group(number: int) -> list[Response]:
+        request = Request(f"more{number}", PROMPT, how, range(10 * number, 10 * number + 4))
+        return [each async for _, each in pool.generate(request)]
+
+    async def mixed() -> list[Response]:
+        beside = [asyncio.ensure_future(group_of(pool, f"beside{number}", 800)) for number in range(4)]
+        for number in range(8):
+            await asyncio.sleep(0.02)
+            for response in await group(number):
+                assert len(response.support.counts) == len(response.token_ids)
+        return [response for found in await asyncio.gather(*beside) for response in found]
+
+    for response, first in zip(loop.run(mixed()), alone * 4, strict=True):
+        np.testing.assert_array_equal(response.token_ids, first.token_ids)
+        np.testing.assert_array_equal(response.rollout_logprobs, first.rollout_logprobs)
+    assert pool.workers == workers, "no engine was lost"
+
+
 def test_an_abort_returns_all_responses_also_those_that_the_engine_does_not_know_yet(engines, loop):
     pool, model = engines
     empty = pool.room(1)

@@ -103,6 +103,12 @@ def batches(cfg: Config, device: str) -> Iterator[str]:
 def decoding(cfg: Config) -> Iterator[str]:
     if (speculative := cfg.rollout.vllm.get("speculative_config")) is not None:
         yield from _speculation(speculative, cfg.rollout.vllm.get("max_num_seqs"))
+        for name, min_p in ("rollout", cfg.rollout.min_p), ("eval", cfg.eval.min_p):
+            if min_p:
+                yield (
+                    f"`{name}.min_p` ({min_p}) does not go with `{SPECULATION}` in vLLM; set it to 0, or leave out "
+                    "speculation"
+                )
     if (quantization := cfg.rollout.vllm.get("quantization")) not in (None, *QUANTIZED):
         yield (
             f"`{QUANTIZATION}` ({quantization}) must be one of {', '.join(QUANTIZED)}: these quantize each weight sync "
