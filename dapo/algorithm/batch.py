@@ -18,6 +18,7 @@ from dapo.advantage import decoupled_advantages, group_advantages, reinforce_plu
 from dapo.algorithm.own.calls import own_advantages, own_token_weights
 from dapo.algorithm.own.loading import own_function
 from dapo.config.algorithm import ADVANTAGES
+from dapo.config.derived import support_size
 from dapo.config.reward_functions import label_of, labels, section_of, source_functions
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
@@ -28,6 +29,12 @@ from dapo.types import Collected, Float32Array, Group, Int32Array, Response, Tra
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
     """Deals whole groups to mini-batches; `actor.shuffle` permutes them by run seed and version. Responses removed from
     the loss by overlong filtering are not among the sequences: nothing is computed for them."""
+    if support_size(cfg) and any(one.support is None for group in groups for one in group.responses if one.num_sampled):
+        raise ValueError(
+            f"`rollout.top_k` ({cfg.rollout.top_k}) and `algorithm.score_centering` ({cfg.algorithm.score_centering}) "
+            f"need the engine's likely tokens, and responses of step {version + 1} came without: they were generated "
+            "with other settings; take those"
+        )
     dealt, order = deal(len(groups), cfg, version=version)
     advantages = advantages_of(groups, cfg)
     minibatches = [

@@ -327,7 +327,7 @@ class AlgorithmConfig:
 
 
 def corrects(cfg: AlgorithmConfig) -> bool:
-    """Whether the loss corrects for tokens that another policy sampled than the one that trains: by a weight, or by
-    its own ratio to the engines."""
+    """Whether the loss corrects for tokens that another policy sampled than the one that trains: by a weight, by its
+    own ratio to the engines, or by centering."""
     ratio_to_engines = cfg.rollout_correction.use_rollout_logprobs and cfg.policy_loss != "reinforce"
-    return cfg.rollout_correction.mode != "none" or ratio_to_engines
+    return cfg.rollout_correction.mode != "none" or ratio_to_engines or cfg.score_centering > 0

@@ -95,7 +95,7 @@ def doubts(cfg: Config) -> Iterator[str]:
         )
 
     staleness, algorithm = cfg.filter_groups.max_staleness, cfg.algorithm
-    if staleness and not corrects(algorithm) and not algorithm.score_centering:
+    if staleness and not corrects(algorithm):
         yield (
             f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and nothing corrects for "
             "it; set `algorithm.rollout_correction.mode` (truncate or mask) or `algorithm.score_centering`, or take a "

@@ -341,3 +341,12 @@ def test_no_optimizer_step_is_on_a_remainder(groups, sizes, shuffle):
     minibatches, order = deal(groups, cfg, version=3)
     assert [len(each) for each in minibatches] == sizes and sorted(order) == list(range(len(sizes)))
     assert sorted(index for each in minibatches for index in each) == list(range(groups))
+
+
+def test_responses_that_came_without_what_the_actors_need_are_refused():
+    for key, value in ("rollout.top_k", 20), ("algorithm.score_centering", 20):
+        section, name = key.split(".")
+        cfg = make_config(1)
+        setattr(getattr(cfg, section), name, value)
+        with pytest.raises(ValueError, match=f"`{key}` \\(20\\).*responses of step 4 came without"):
+            build_batch(GROUPS[:1], cfg, version=3)
