@@ -17,7 +17,7 @@ from dapo.tools.doctor.parity import LEAP, Made, differences, recompute, sample,
 from dapo.types import TrainSequence
 from tests.support.engines.two import make_config
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
 PROMPT = np.array([20, 21, 22, 23, 24, 25], dtype=np.int32)
 LAYERS = 4

@@ -21,7 +21,7 @@ from tests.support.training.plain_reference import rank_here
 from tests.support.training.upcycled import upcycle
 from workers.rollout import canary_sequence
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
 PROMPT = np.arange(5, 42, dtype=np.int32)  # two blocks of vLLM's cache, and a part of one
 SAMPLING = Sampling(n=12, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=400, experts=True)
