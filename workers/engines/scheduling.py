@@ -46,8 +46,8 @@ class Gathering:
             ids, logprobs, ranks, _ = zip(*(lists for lists, _ in held), strict=True)
             # A step has as many columns as the request of its batch that asks for most.
             width = min(part.shape[1] for part in ids)
-            ids, logprobs = ([part[:, :width] for part in parts] for parts in (ids, logprobs))
-            output.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks))
+            cut = [np.concatenate([part[:, :width] for part in parts]) for parts in (ids, logprobs)]
+            output.new_logprobs = LogprobsLists(*cut, np.concatenate(ranks))
             experts = [rows for _, rows in held if rows is not None]
             output.routed_experts = np.concatenate(experts) if experts else None
 
