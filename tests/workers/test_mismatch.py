@@ -5,6 +5,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,8 +72,9 @@ class Engine:
             flat_ids += [token, *likely.indices.tolist()]
             flat += [float(logprobs[token]), *likely.values.tolist()]
             token_ids.append(token)
-        returned = type("Flat", (), {"token_ids": flat_ids, "logprobs": flat})
-        logprobs, support = values_of(returned, sampling.support, sampling)
+        starts = range(0, len(flat), sampling.support + 1)
+        returned = SimpleNamespace(token_ids=flat_ids, logprobs=flat, start_indices=starts)
+        logprobs, support = values_of(returned, sampling)
         experts = self.experts(token_ids[:-1]) if hasattr(self.model.model.layers[0].mlp, "gate") else None
         return Response(
             token_ids=np.array(token_ids[len(prompt) :], np.int32),

@@ -14,6 +14,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
+from dapo.types import LEAST_LOGPROB
+
 TOGETHER = 16  # rows: a row then takes 1/8 of the time to read and keep; with 64 rows 1/13
 
 
@@ -42,14 +44,17 @@ class Gathering:
             output.new_logprobs = output.routed_experts = None
             return
         del self._held[name]
-        if len(held) > 1:
-            ids, logprobs, ranks, _ = zip(*(lists for lists, _ in held), strict=True)
-            # A step has as many columns as the request of its batch that asks for most.
-            width = min(part.shape[1] for part in ids)
-            cut = [np.concatenate([part[:, :width] for part in parts]) for parts in (ids, logprobs)]
-            output.new_logprobs = LogprobsLists(*cut, np.concatenate(ranks))
-            experts = [rows for _, rows in held if rows is not None]
-            output.routed_experts = np.concatenate(experts) if experts else None
+        if len(held) == 1 and output.new_logprobs.logprobs.shape[1] == 1:
+            return
+        ids, logprobs, ranks, _ = zip(*(lists for lists, _ in held), strict=True)
+        # A step has as many columns as the request of its batch that asks for most, and in those that could not be
+        # sampled -inf, at the end of a row.
+        width = min(part.shape[1] for part in ids)
+        ids, logprobs = (np.concatenate([part[:, :width] for part in parts]) for parts in (ids, logprobs))
+        width = (logprobs >= LEAST_LOGPROB).sum(axis=1).max(initial=1)
+        output.new_logprobs = LogprobsLists(ids[:, :width], logprobs[:, :width], np.concatenate(ranks))
+        experts = [rows for _, rows in held if rows is not None]
+        output.routed_experts = np.concatenate(experts) if experts else None
 
     def _goes_on(self, name: str, output: Any) -> bool:
         """Whether later outputs of a request will pass through here. Stop strings end a request elsewhere."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from packaging.specifiers import SpecifierSet
 
-from dapo.types import Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
+from dapo.types import LEAST_LOGPROB, Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.arguments import CPU_EXPERTS_SCHEDULER
 from workers.engines.life import LifeSigns, Pulse, Statistics
@@ -26,7 +26,6 @@ _numbers = count()  # unique request ids, as vLLM requires
 SCHEDULER = "workers.engines.scheduling.scheduler"
 KNOWN = ">=0.32,<0.34"  # vLLM versions; same as the extras in pyproject.toml
 TOGETHER_S = 0.005  # responses of a group that end within this time are returned together
-LEAST_LOGPROB = -1e4  # vLLM gives -inf, in places a large negative number, to a token that it leaves out
 NEGLIGIBLE_LOGPROB = -14.0  # a probability of 1e-6
 ENDING_S = 1.0  # grace time of aborted groups before the engine refuses to sleep
 
@@ -161,7 +160,7 @@ class RolloutWorker:
         decode = partial(self._decode, skip_special_tokens=True)
         logprobs, support = np.full(len(completion.token_ids), np.nan, np.float32), None
         if sampling.logprobs:  # an aborted request may have fewer of them than tokens
-            logprobs, support = values_of(completion.logprobs, params.logprobs, sampling)
+            logprobs, support = values_of(completion.logprobs, sampling)
         whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
             whole, reason = whole[:end], "stop"
@@ -270,19 +269,18 @@ class RolloutWorker:
         self._engine.shutdown(timeout=0.5)
 
 
-def values_of(flat: Any, num_likely: int, sampling: Sampling) -> tuple[Float32Array, Support | None]:
-    """Returns the sampled tokens' log-probabilities, [R], and their support if `num_likely` is not 0. flat: vLLM's
-    `FlatLogprobs`, per position those of the sampled token and of the `num_likely` most likely ones, -inf for a token
-    that could not be sampled."""
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(-1, num_likely + 1)
-    if not num_likely:
-        return logprobs[:, 0], None
-    token_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(logprobs.shape)
-    kept = logprobs[:, 1:] >= (LEAST_LOGPROB if sampling.truncates else NEGLIGIBLE_LOGPROB)
-    return logprobs[:, 0], Support(
-        counts=kept.sum(axis=1, dtype=np.uint16),
-        token_ids=token_ids[:, 1:][kept],
-        logprobs=logprobs[:, 1:][kept] if sampling.support_logprobs else None,
+def values_of(flat: Any, sampling: Sampling) -> tuple[Float32Array, Support | None]:
+    """Returns the sampled tokens' log-probabilities, [R], and their support if it was asked for. flat: vLLM's
+    `FlatLogprobs`, per position those of the sampled token and then of the most likely ones."""
+    logprobs, starts = np.asarray(flat.logprobs, dtype=np.float32), np.asarray(flat.start_indices, dtype=np.int64)
+    if not sampling.support:
+        return logprobs[starts], None
+    kept = logprobs >= (LEAST_LOGPROB if sampling.truncates else NEGLIGIBLE_LOGPROB)
+    kept[starts] = False
+    return logprobs[starts], Support(
+        counts=np.diff(np.concatenate([[0], np.cumsum(kept)])[[*starts, len(kept)]]).astype(np.uint16),
+        token_ids=np.asarray(flat.token_ids, dtype=np.int32)[kept],
+        logprobs=logprobs[kept] if sampling.support_logprobs else None,
     )
 
 

@@ -35,7 +35,7 @@ class Engine:
         self.running[name] = asyncio.get_running_loop().create_future()
         reason = await self.running[name]
         del self.running[name]
-        logprobs = SimpleNamespace(logprobs=[-1.0])
+        logprobs = SimpleNamespace(logprobs=[-1.0], start_indices=[0])
         yield SimpleNamespace(
             outputs=[SimpleNamespace(token_ids=[7], finish_reason=reason, logprobs=logprobs, weight_versions=())]
         )
