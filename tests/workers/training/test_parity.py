@@ -161,7 +161,8 @@ def assert_parity(
     model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing, lora=lora)
     offload, reshard = "host" if variant.offload else "none", variant.checkpointing == "full"
     actor_cfg = dataclasses.replace(cfg.actor, offload=offload, reshard_after_forward=reshard, **actor)
-    cfg = dataclasses.replace(cfg, model=model, actor=actor_cfg)
+    rollout = dataclasses.replace(cfg.rollout, top_k=9 if variant.cut else -1)
+    cfg = dataclasses.replace(cfg, model=model, actor=actor_cfg, rollout=rollout)
     ranks, shared_by = actor_cfg.num_workers, actor_cfg.ulysses_sequence_parallel_size
     lengths = [len(sequence.token_ids) for sequence in sequences]
     max_tokens = sum(lengths) if variant.packed else max(lengths)
