@@ -25,7 +25,6 @@ LIKELY = 20  # most likely tokens of each position; what vLLM returns without an
 WHOLE = 1 - 1e-4  # probability of the engine's likely tokens from which on they are all that it could sample
 TAIL = 99  # percentile
 SWITCHED = ("temperature", "support", "head", "router")
-CAUSES = (*SWITCHED, "kernels", "staleness")
 Values = NDArray[np.float64]
 
 

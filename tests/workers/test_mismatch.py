@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dapo.algorithm.mismatch import CAUSES, Variant
+from dapo.algorithm.mismatch import SWITCHED, Variant
 from dapo.config.schema import Config
 from dapo.types import Int32Array, Response, Sampling, TrainSequence, VersionSpan
 from workers.engines.worker import values_of
@@ -22,6 +22,7 @@ from workers.training.forward.attention import PACKED_ATTENTION
 from workers.training.forward.policy import PackedPolicy, collate
 from workers.weight_sync import WeightSync
 
+CAUSES = (*SWITCHED, "kernels", "staleness")
 TEMPERATURE, VOCABULARY, TOKENS = 0.8, 64, 24
 CPU = torch.device("cpu")
 SAMPLING = Sampling(

@@ -146,7 +146,8 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> tu
         set_adapters(worker._policy.model)
         batches = [worker._updater._collate(sequences) for sequences in work.minibatches[0]]
         [own], _ = worker._updater._before([batches])
-        totals = worker._updater._forward_backward(batches, None, None)
+        totals = worker._updater._forward_backward(batches, own, None)
+        assert totals.max_log_ratio <= 1e-6, "the ratio to the policy before the first step is 1"
     finally:
         logprobs.LOGITS_CHUNK_ELEMENTS.update(whole)
     trained = [(name, p.grad) for name, p in worker._policy.model.named_parameters() if p.requires_grad]
