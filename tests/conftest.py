@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Ray as the program itself starts it, for all tests of a process."""
-    from workers.cluster import connect, leave
+    from dapo.workers.cluster import connect, leave
 
     global _shared
     connect("local", worker_logs=False)

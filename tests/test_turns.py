@@ -15,10 +15,10 @@ from dapo.config.algorithm import LOSS_AGG_MODES, AlgorithmConfig
 from dapo.config.schema import Config
 from dapo.state.groups import FILE, read_groups, write_groups
 from dapo.types import Group, Mask, VersionSpan
+from dapo.workers.training.forward.attention import PACKED_ATTENTION
+from dapo.workers.training.forward.policy import PackedPolicy, collate
 from tests.support.fakes import make_group
 from tests.support.training.plain_reference import TEMPERATURE, VOCABULARY, distance, make_config, make_model, reference
-from workers.training.forward.attention import PACKED_ATTENTION
-from workers.training.forward.policy import PackedPolicy, collate
 
 BOUND = 1e-5
 CPU = torch.device("cpu")

@@ -22,18 +22,25 @@ from dapo.ground.fault_points import fault_point
 from dapo.ground.restarts import Restarts
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
-from workers.remote import RemoteError, wait
-from workers.training import fsdp, mesh
-from workers.training.batch_split import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
-from workers.training.collective_errors import RankVersion
-from workers.training.files import state
-from workers.training.optimizer import Moments, build_optimizer
-from workers.training.processes import RankProcess, free_address, give_way, own_process
-from workers.training.ranks import Ranks, Submit
-from workers.training.update import NonFiniteError, Updater
-from workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
-from workers.weights.bucket import Bucket, Endpoint
-from workers.weights.sender import WeightSender
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.training import fsdp, mesh
+from dapo.workers.training.batch_split import (
+    MicroBatches,
+    RankWork,
+    equal_at,
+    known_shape,
+    split_batch,
+    split_sequences,
+)
+from dapo.workers.training.collective_errors import RankVersion
+from dapo.workers.training.files import state
+from dapo.workers.training.optimizer import Moments, build_optimizer
+from dapo.workers.training.processes import RankProcess, free_address, give_way, own_process
+from dapo.workers.training.ranks import Ranks, Submit
+from dapo.workers.training.update import NonFiniteError, Updater
+from dapo.workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
+from dapo.workers.weights.bucket import Bucket, Endpoint
+from dapo.workers.weights.sender import WeightSender
 
 BESIDE = "beside"  # Ray's concurrency group of calls to a rank that may hang in a broadcast
 THREAD = "files"  # Ray's concurrency group of writing in a thread

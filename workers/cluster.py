@@ -17,10 +17,10 @@ from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compi
 from ray.exceptions import RpcError
 
 from dapo.ground.console import warn
-from workers.gcs_watch import ASK_S, end_with_raylet, reach
-from workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
-from workers.placing.fit import Node
-from workers.within import Late, left_behind, within
+from dapo.workers.gcs_watch import ASK_S, end_with_raylet, reach
+from dapo.workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
+from dapo.workers.placing.fit import Node
+from dapo.workers.within import Late, left_behind, within
 
 GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save

@@ -12,9 +12,9 @@ from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeEngineConfig
 from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import Member, waiting
-from workers.judging.server import FAILURES, PROBE_S, Server
-from workers.remote import RemoteError, wait
-from workers.supervise import Worker, Workers, keep_up
+from dapo.workers.judging.server import FAILURES, PROBE_S, Server
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.supervise import Worker, Workers, keep_up
 
 GRACE_S = 120.0
 KEY, START_KEY = "reward.judge.engine", "rollout.start_timeout_s"

@@ -15,8 +15,8 @@ from dapo.config.rules.engine import batches, on_device, stages
 from dapo.config.schema import Config
 from dapo.ground.fault_points import fault_environment
 from dapo.ground.watchdog import waiting
-from workers.cluster import nodes
-from workers.placing.asked import (
+from dapo.workers.cluster import nodes
+from dapo.workers.placing.asked import (
     ENGINES,
     JUDGES,
     OWN_GPUS,
@@ -27,8 +27,8 @@ from workers.placing.asked import (
     pools,
     reward_model_device,
 )
-from workers.placing.fit import in_order, lines, placed, problems
-from workers.placing.joining import POLL_S, nodes_with_room
+from dapo.workers.placing.fit import in_order, lines, placed, problems
+from dapo.workers.placing.joining import POLL_S, nodes_with_room
 
 PLACED_S = 10.0  # within which Ray places bundles of a lost node again if there is room
 

@@ -25,11 +25,11 @@ from dapo.rewards.calling.loading import tail, with_judge
 from dapo.rewards.calling.sandbox import MAX_FILE_BYTES
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score, unscorable
-from workers.remote import RemoteError, wait
-from workers.scoring.asking import Asking, Judges, RewardModel
-from workers.scoring.children import Children
-from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import (
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.scoring.asking import Asking, Judges, RewardModel
+from dapo.workers.scoring.children import Children
+from dapo.workers.scoring.fleet import Fleet, WorkerLost
+from dapo.workers.scoring.verdict import (
     MAX_FAILURES_IN_A_ROW,
     RETRY_PAUSE_S,
     CanaryError,

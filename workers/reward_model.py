@@ -14,10 +14,10 @@ from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardModelConfig
 from dapo.ground.watchdog import Member
 from dapo.types import Prompt, Response
-from workers.remote import RemoteError, wait
-from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score
-from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import MAX_FAILURES_IN_A_ROW, RETRY_PAUSE_S, CanaryError, is_told
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score
+from dapo.workers.scoring.fleet import Fleet, WorkerLost
+from dapo.workers.scoring.verdict import MAX_FAILURES_IN_A_ROW, RETRY_PAUSE_S, CanaryError, is_told
 
 LONG = ("too_long", "memory")  # failures of long responses, which end last and so follow one another
 TRIES_ALONE = 2  # of a response lost with its worker: it may be the cause, or the node's other workers are lost next

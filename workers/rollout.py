@@ -14,12 +14,12 @@ from dapo.config.sampling import RolloutConfig
 from dapo.ground.watchdog import waiting
 from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
-from workers.capacity import FleetCapacity
-from workers.engines.keeper import Keeper
-from workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
-from workers.engines.slot import EngineSlot, Gpus
-from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
-from workers.weights.bucket import Bucket
+from dapo.workers.capacity import FleetCapacity
+from dapo.workers.engines.keeper import Keeper
+from dapo.workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
+from dapo.workers.engines.slot import EngineSlot, Gpus
+from dapo.workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
+from dapo.workers.weights.bucket import Bucket
 
 CANARY = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16)
 

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from dapo.ground.restarts import Restarts
-from workers.remote import RemoteError
-from workers.scoring.verdict import CanaryError
+from dapo.workers.remote import RemoteError
+from dapo.workers.scoring.verdict import CanaryError
 
 START_ATTEMPTS = 3  # of a replacement: the cause of the loss may persist
 PAUSE_S = 1.0  # after a failed attempt; `Workers` doubles it

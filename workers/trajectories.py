@@ -20,9 +20,9 @@ from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
 from dapo.turns.protocol import Ask, Generated, Trajectory
 from dapo.types import Experts, Int32Array, Prompt, Request, Response, Sampling, Support, VersionSpan, joined_support
-from workers.engines.requests import Prefix
-from workers.remote import RemoteError
-from workers.turns import TurnFleet, TurnLost, WorkerGone
+from dapo.workers.engines.requests import Prefix
+from dapo.workers.remote import RemoteError
+from dapo.workers.turns import TurnFleet, TurnLost, WorkerGone
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 0.5

@@ -15,8 +15,8 @@ from dapo.turns.loading import digest_of, load, runs_programs
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step
 from dapo.turns.session import Session
 from dapo.types import Prompt, Sampling
-from workers.remote import RemoteError, wait
-from workers.supervise import Worker, Workers
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.supervise import Worker, Workers
 
 GRACE_S = 10.0  # beyond the function's deadline; a worker that has not answered by then is blocked
 KEY = "rollout.function.timeout_s"

@@ -33,8 +33,8 @@ from dapo.algorithm.mismatch import (
 from dapo.config.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.config.schema import Config
 from dapo.types import Float32Array, Int32Array, Sampling, TrainSequence
-from workers.remote import RemoteError, wait_for_all
-from workers.weights.bucket import Bucket, Endpoint
+from dapo.workers.remote import RemoteError, wait_for_all
+from dapo.workers.weights.bucket import Bucket, Endpoint
 
 ANSWER_S = 10.0  # after a failed sync, engines that do not answer within this are replaced
 DRAWS = 3  # of canary tokens; an engine must agree on one of them

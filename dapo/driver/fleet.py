@@ -16,18 +16,18 @@ from dapo.ground.watchdog import waiting
 from dapo.pools import Pools
 from dapo.pools import RolloutPool as Rollouts
 from dapo.sampling.lender import Lender
-from workers.actor import ActorPool
-from workers.cluster import connect, leave
-from workers.engines.arguments import engine_args
-from workers.judge import JudgePool
-from workers.placement import Placement
-from workers.placing.asked import count_gpus, judge_device, reward_model_device
-from workers.reward import RewardPool
-from workers.reward_model import RewardModelPool
-from workers.rollout import RolloutPool
-from workers.trajectories import TrajectoryPool
-from workers.turns import TurnFleet
-from workers.weight_sync import NoSync, WeightSync
+from dapo.workers.actor import ActorPool
+from dapo.workers.cluster import connect, leave
+from dapo.workers.engines.arguments import engine_args
+from dapo.workers.judge import JudgePool
+from dapo.workers.placement import Placement
+from dapo.workers.placing.asked import count_gpus, judge_device, reward_model_device
+from dapo.workers.reward import RewardPool
+from dapo.workers.reward_model import RewardModelPool
+from dapo.workers.rollout import RolloutPool
+from dapo.workers.trajectories import TrajectoryPool
+from dapo.workers.turns import TurnFleet
+from dapo.workers.weight_sync import NoSync, WeightSync
 
 STOP_GRACE_S = 3.0
 

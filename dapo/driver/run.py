@@ -44,9 +44,9 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.turns.loading import file_of_function
 from dapo.types import HeldOut, Prompt
-from workers.cluster import head
-from workers.gcs_watch import HeadLost, while_reachable
-from workers.rollout import RolloutPool
+from dapo.workers.cluster import head
+from dapo.workers.gcs_watch import HeadLost, while_reachable
+from dapo.workers.rollout import RolloutPool
 
 
 async def train_until_signal(

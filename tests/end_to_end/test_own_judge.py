@@ -33,7 +33,9 @@ JUDGED = (
 def servers() -> list[psutil.Process]:
     """The judges' servers on this machine and their watchers, without those that have ended and wait to be read."""
     found = [
-        each for each in psutil.process_iter(["cmdline"]) if "workers.judging.process" in (each.info["cmdline"] or ())
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "dapo.workers.judging.process" in (each.info["cmdline"] or ())
     ]
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 

@@ -16,10 +16,10 @@ import ray
 from dapo.report.log import read_metrics
 from dapo.report.store.schema import DATABASE
 from dapo.sampling.lending import Lending
+from dapo.workers.rollout import RolloutPool
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed, break_once
 from tests.support.outcomes import RUN, last_line
 from tests.support.runs import Runs
-from workers.rollout import RolloutPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.config.schema import Config
+from dapo.workers.training import fsdp
+from dapo.workers.training.files.loading import SINGLE_FILE
+from dapo.workers.training.forward.policy import MicroBatch, PackedPolicy, collate
+from dapo.workers.training.mesh import Mesh, arrange, join
+from dapo.workers.training.optimizer import Moments, build_optimizer
 from tests.support.training.plain_reference import LENGTHS, make_config, make_model, make_sequences
-from workers.training import fsdp
-from workers.training.files.loading import SINGLE_FILE
-from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
-from workers.training.mesh import Mesh, arrange, join
-from workers.training.optimizer import Moments, build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

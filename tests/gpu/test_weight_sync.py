@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dapo.config.paths import resolve_path
-from workers.rendezvous import serve_store
-from workers.weights.bucket import digest
-from workers.weights.group import WeightGroup
-from workers.weights.memory import place, share, share_again
+from dapo.workers.rendezvous import serve_store
+from dapo.workers.weights.bucket import digest
+from dapo.workers.weights.group import WeightGroup
+from dapo.workers.weights.memory import place, share, share_again
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 CYCLES = 5
 READER = """
 import json, sys, torch
-from workers.weights.memory import open_shared, place
+from dapo.workers.weights.memory import open_shared, place
 device = torch.device("cuda", 0)
 handle = json.loads(sys.stdin.readline())
 buffer = open_shared(handle, device)
@@ -79,7 +79,7 @@ def test_a_group_of_nccl_that_is_given_up_ends_no_process_and_another_takes_its_
 
 @pytest.fixture
 def own_ray() -> Iterator[None]:
-    from workers.cluster import connect, leave  # here, so that the tests above run where Ray and vLLM are not
+    from dapo.workers.cluster import connect, leave  # here, so that the tests above run where Ray and vLLM are not
 
     connect("local", worker_logs=False)
     yield

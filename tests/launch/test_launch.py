@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from dapo.config.compose import compose, experiments
-from workers.placing.asked import pools
-from workers.placing.fit import Node, problems
+from dapo.workers.placing.asked import pools
+from dapo.workers.placing.fit import Node, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run", ROOT / "docker/lock.sh"]

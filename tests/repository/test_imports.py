@@ -20,15 +20,15 @@ from tests.support.source import tree
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 ROLES = (
-    "workers.rollout",
-    "workers.trajectories",
-    "workers.reward",
-    "workers.reward_model",
-    "workers.judge",
-    "workers.actor",
-    "workers.weight_sync",
+    "dapo.workers.rollout",
+    "dapo.workers.trajectories",
+    "dapo.workers.reward",
+    "dapo.workers.reward_model",
+    "dapo.workers.judge",
+    "dapo.workers.actor",
+    "dapo.workers.weight_sync",
 )
-PARTS = tuple(f"workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
+PARTS = tuple(f"dapo.workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
 # The rooms of dapo/, from the ground up: a room imports rooms of lower floors only.
 FLOORS = (
     ("types", "config", "ground", "answers", "advantage", "tiny", "smollm2"),
@@ -58,20 +58,25 @@ TENSORS = (
     "dapo.tools.doctor.network",
     "dapo.tools.doctor.software",
 )
-COMPUTE = {"ray", "vllm", "workers"}
+COMPUTE = {"ray", "vllm", "dapo.workers"}
 HEAVY = {"torch", "transformers", "datasets", *COMPUTE}
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    return f"dapo.{name}" if within(name, "workers") else name
 
 
 def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
+def driver_side(module: str) -> bool:
+    return within(module, "dapo") and not within(module, "dapo.workers")
+
+
 def room(module: str) -> str:
-    return ".".join(module.split(".")[:2]) if within(module, "dapo") else ""
+    return ".".join(module.split(".")[:2]) if driver_side(module) else ""
 
 
 def floor(module: str) -> int:
@@ -96,7 +101,7 @@ def imports_of(source: str) -> set[str]:
 def violations(name: str, source: str) -> list[str]:
     """What the file's own imports break, each with the rule."""
     imported = imports_of(source)
-    ours = {module for module in imported if within(module, "dapo", "workers")}
+    ours = {module for module in imported if within(module, "dapo")}
     rules = {
         "nothing runs up": {
             module
@@ -110,10 +115,10 @@ def violations(name: str, source: str) -> list[str]:
             if tool(module) not in ("", tool(name))
             and not any(within(name, who) and tool(module) == asked for who, asked in ASKS)
         },
-        f"only {', '.join(COMPOSED)} know Ray, vLLM and workers": within(name, "dapo")
+        f"only {', '.join(COMPOSED)} know Ray, vLLM and workers": driver_side(name)
         and not within(name, *COMPOSED)
         and {module for module in imported if within(module, *COMPUTE)},
-        "torch only where tensors are": within(name, "dapo")
+        "torch only where tensors are": driver_side(name)
         and not within(name, *TENSORS, "dapo.tools.bench")
         and {module for module in imported if within(module, "torch")},
         "roles do not import each other": name in ROLES
@@ -122,15 +127,15 @@ def violations(name: str, source: str) -> list[str]:
         and {
             module
             for module in ours
-            if within(module, *ROLES, *(part for part in PARTS if not within(name, part)), "workers.cluster")
+            if within(module, *ROLES, *(part for part in PARTS if not within(name, part)), "dapo.workers.cluster")
         },
-        "workers do not know their conductor": within(name, "workers")
+        "workers do not know their conductor": within(name, "dapo.workers")
         and {module for module in ours if within(module, "dapo.driver", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
         not in (
-            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
-            "workers.judging.process",
-            "workers.weights.receiver",
+            *(f"dapo.workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
+            "dapo.workers.judging.process",
+            "dapo.workers.weights.receiver",
         )
         and {module for module in imported if within(module, "vllm")},
     }
@@ -143,7 +148,7 @@ def test_import_direction():
 
 def test_imports_inside_functions_and_by_name_are_seen():
     assert "only dapo.driver.run" in violations("dapo.trainer", "def f():\n    import ray")[0]
-    assert "vLLM only in" in violations("workers.actor", "from vllm import AsyncLLM")[0]
+    assert "vLLM only in" in violations("dapo.workers.actor", "from vllm import AsyncLLM")[0]
 
 
 def modules_in(*folders: str) -> list[str]:
@@ -152,7 +157,7 @@ def modules_in(*folders: str) -> list[str]:
 
 
 ALGORITHM = [
-    *(m for m in modules_in("dapo") if m.count(".") == 1),
+    *(m for m in modules_in("dapo") if m.count(".") == 1 and driver_side(m)),
     *(m for m in modules_in("dapo.algorithm", "dapo.driver") if m not in COMPOSED),
 ]
 # name: modules that are loaded together in a fresh process; what must not come along.
@@ -185,7 +190,7 @@ LOADS = {
     "inspect": (modules_in("dapo.tools.inspect"), HEAVY | {"dapo.driver.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.driver.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }
-MODELS = ("workers.reward_model", "workers.actor")
+MODELS = ("dapo.workers.reward_model", "dapo.workers.actor")
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
 BEFORE = (
     ([], ["inspect"]),

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, copy)
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
-    (built,) = folder.glob("dapo-*.whl")
+    (built,) = folder.glob("dapo_rl-*.whl")
     return built
 
 
@@ -53,6 +53,7 @@ def test_every_package_is_listed() -> None:
     code = [path.parent for name in ("dapo", "workers") for path in (ROOT / name).rglob("__init__.py")]
     data = [ROOT / "config", *(path for path in (ROOT / "config").rglob("*") if path.is_dir())]
     names = [".".join(path.relative_to(ROOT).parts) for path in code]
+    names = [f"dapo.{name}" if name.startswith("workers") else name for name in names]
     names += [".".join(("dapo._config", *path.relative_to(ROOT / "config").parts)) for path in data]
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(names)
 
@@ -61,7 +62,8 @@ def test_wheel_holds_every_file_of_the_checkout_but_the_readmes(wheel: Path) -> 
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for name in ("dapo", "workers", "config") for path in (ROOT / name).rglob("*") if path.is_file()]
     kept = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts and path.suffix != ".md"]
-    expected = {str(Path("dapo/_config", *path.parts[1:]) if path.parts[0] == "config" else path) for path in kept}
+    moved = {"config": "dapo/_config", "workers": "dapo/workers", "dapo": "dapo"}
+    expected = {str(Path(moved[path.parts[0]], *path.parts[1:])) for path in kept}
     assert "dapo/_config/dapo.yaml" in expected and any(name.startswith("dapo/tiny/base/") for name in expected)
     assert inside == expected
 
@@ -78,9 +80,9 @@ def run_elsewhere(installed: Path, folder: Path, *args: str) -> str:
 
 COMPOSE_ALL = """
 import sys
-import dapo, workers
+import dapo, dapo.workers
 from dapo.main_ppo import main
-print("from", dapo.__file__, workers.__file__)
+print("from", dapo.__file__, dapo.workers.__file__)
 for name in sys.argv[1:]:
     print("experiment", name)
     sys.argv[1:] = ["+experiment=" + name, "--cfg", "job"]
@@ -93,7 +95,7 @@ def test_installed_wheel_composes_every_experiment(installed: Path, tmp_path: Pa
     assert named <= set(EXPERIMENTS)
     output = run_elsewhere(installed, tmp_path, "-c", COMPOSE_ALL, *EXPERIMENTS)
     header, *composed = output.split("experiment ")
-    assert header.split() == ["from", f"{installed}/dapo/__init__.py", f"{installed}/workers/__init__.py"]
+    assert header.split() == ["from", f"{installed}/dapo/__init__.py", f"{installed}/dapo/workers/__init__.py"]
     assert [part.split(maxsplit=1)[0] for part in composed] == EXPERIMENTS
     assert all("train_batch_size:" in part for part in composed)
     assert len(set(part.split(maxsplit=1)[1] for part in composed)) == len(EXPERIMENTS), "an experiment changes nothing"

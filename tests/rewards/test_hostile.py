@@ -18,10 +18,10 @@ import pytest
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.calling import fork_server
+from dapo.workers.scoring.children import Children
+from dapo.workers.scoring.verdict import Verdict
 from tests.support.rewards.reward_children import busy_processes
 from tests.support.rewards.tables import meant, rows
-from workers.scoring.children import Children
-from workers.scoring.verdict import Verdict
 
 ROWS = rows(Path(__file__).with_name("hostile.tsv"))
 TEXTS = {"look-alike label", "several labels", "control and special tokens", "prompt echo", "empty", "NUL"}

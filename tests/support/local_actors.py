@@ -9,9 +9,9 @@ from torch import nn
 
 from dapo.config.schema import Config
 from dapo.types import Float32Array, TrainSequence
-from workers.weight_sync import WeightSync
-from workers.weights.bucket import Bucket, Endpoint
-from workers.weights.sender import WeightSender
+from dapo.workers.weight_sync import WeightSync
+from dapo.workers.weights.bucket import Bucket, Endpoint
+from dapo.workers.weights.sender import WeightSender
 
 
 class LocalActors:

@@ -14,9 +14,9 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from dapo.config.schema import Config
+from dapo.workers.placement import Placement
+from dapo.workers.placing.asked import RANKS
 from tests.support.cluster import cluster_address
-from workers.placement import Placement
-from workers.placing.asked import RANKS
 
 JOINED_S = 240.0
 OBJECT_STORE_BYTES = 100 << 20

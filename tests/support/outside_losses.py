@@ -25,9 +25,9 @@ from dapo.config.algorithm import (
 )
 from dapo.loss import token_weights
 from dapo.types import TrainSequence
-from workers.training.forward.policy import collate
-from workers.training.mesh import SequenceParallel
-from workers.training.update import Updater
+from dapo.workers.training.forward.policy import collate
+from dapo.workers.training.mesh import SequenceParallel
+from dapo.workers.training.update import Updater
 
 LENGTHS = torch.tensor([8, 3, 5, 1, 8, 5, 6, 4])  # 40 tokens
 ROWS, COLUMNS = len(LENGTHS), 8

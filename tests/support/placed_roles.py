@@ -7,7 +7,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from dapo.config.schema import Config
-from workers.placement import Placement
+from dapo.workers.placement import Placement
 
 ANSWER_S = 300.0
 

@@ -63,8 +63,8 @@ async def build_rollouts(cfg: Config) -> AsyncIterator[Any]:
     """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
     On a CPU: one placement group per run hands GPUs to engines and actors together."""
     from dapo.driver.fleet import STOP_GRACE_S, create_rollouts
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
+    from dapo.workers.engines.arguments import engine_args
+    from dapo.workers.placement import Placement
 
     assert device_of(cfg) == "cpu"
     engines = create_rollouts(cfg, Placement(cfg, "cpu"))
@@ -78,7 +78,7 @@ async def build_rollouts(cfg: Config) -> AsyncIterator[Any]:
 def engine_needs(cfg: Config) -> dict[str, Any]:
     """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it. vLLM's seed
     is not among it: every response is a request with a seed of its own."""
-    from workers.engines.arguments import engine_args
+    from dapo.workers.engines.arguments import engine_args
 
     keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
     rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dapo.workers.actor import split_batch
+from dapo.workers.training.files import state
 from tests.support.training.plain_reference import (
     CHECKPOINT_S,
     LENGTHS,
@@ -30,8 +32,6 @@ from tests.support.training.plain_reference import (
     train_batch,
     update_here,
 )
-from workers.actor import split_batch
-from workers.training.files import state
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,9 @@ from dapo.pools import ActorsLost, Updated
 from dapo.state import manifest
 from dapo.state.manifest import BrokenCheckpoint, seal, verify
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorPool
+from dapo.workers.remote import RemoteError
+from dapo.workers.training.processes import NICENESS
 from tests.support.training.plain_reference import (
     LENGTHS,
     checksum,
@@ -28,9 +31,6 @@ from tests.support.training.plain_reference import (
     train_batch,
     version_of,
 )
-from workers.actor import ActorPool
-from workers.remote import RemoteError
-from workers.training.processes import NICENESS
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.capacity import EngineSize, FleetCapacity
-from workers.engines.worker import size_of
+from dapo.workers.capacity import EngineSize, FleetCapacity
+from dapo.workers.engines.worker import size_of
 
 WINDOW = 1100  # prompt and response together
 Lengths = tuple[int, int]  # prompt, response

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dapo.ground.watchdog import Watchdog
-from workers import gcs_watch as head
-from workers.gcs_watch import HeadLost, while_reachable
+from dapo.workers import gcs_watch as head
+from dapo.workers.gcs_watch import HeadLost, while_reachable
 
 GRACE_S = 0.15
 

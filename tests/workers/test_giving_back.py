@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dapo.config.schema import Config
-from workers import actor
-from workers.actor import ActorWorker
-from workers.training.collective_errors import RankVersion
+from dapo.workers import actor
+from dapo.workers.actor import ActorWorker
+from dapo.workers.training.collective_errors import RankVersion
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from dapo.algorithm.mismatch import SWITCHED, Variant
 from dapo.config.schema import Config
 from dapo.types import Int32Array, Response, Sampling, TrainSequence, VersionSpan
-from workers.engines.worker import values_of
-from workers.rollout import canary_sequence
-from workers.training.forward.attention import PACKED_ATTENTION
-from workers.training.forward.policy import PackedPolicy, collate
-from workers.weight_sync import WeightSync
+from dapo.workers.engines.worker import values_of
+from dapo.workers.rollout import canary_sequence
+from dapo.workers.training.forward.attention import PACKED_ATTENTION
+from dapo.workers.training.forward.policy import PackedPolicy, collate
+from dapo.workers.weight_sync import WeightSync
 
 CAUSES = (*SWITCHED, "kernels", "staleness")
 TEMPERATURE, VOCABULARY, TOKENS = 0.8, 64, 24

@@ -16,8 +16,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from workers import cluster, own_cluster, within
-from workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
+from dapo.workers import cluster, own_cluster, within
+from dapo.workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
 
 OURS = (MODE, TOKEN, TOKEN_PATH, *INTERFACES)
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
+from dapo.workers import placement
+from dapo.workers.placement import Placement
+from dapo.workers.placing import joining
+from dapo.workers.placing.fit import Node
 from tests.support.placed_roles import make_config
-from workers import placement
-from workers.placement import Placement
-from workers.placing import joining
-from workers.placing.fit import Node
 
 
 class FakeGroup:

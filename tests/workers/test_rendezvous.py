@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from workers.rendezvous import find_store, serve_store
+from dapo.workers.rendezvous import find_store, serve_store
 
 
 def listening() -> list[tuple[str, int]]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from dapo.config.reward import LimitsConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig
+from dapo.workers.remote import RemoteError
+from dapo.workers.reward import RewardPool
 from tests.support.fakes import make_prompt, make_response
 from tests.support.rewards.reward_programs import CANARIES, PROGRAM
-from workers.remote import RemoteError
-from workers.reward import RewardPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

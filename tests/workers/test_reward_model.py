@@ -10,11 +10,11 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from dapo.config.reward import RewardModelConfig
+from dapo.workers.remote import RemoteError
+from dapo.workers.reward_model import RewardModelPool
+from dapo.workers.scoring.classifier import ModelScore
 from tests.support.fakes import make_prompt, make_response
 from tests.support.rewards.tiny_reward_model import NAN, make_reward_model, one_by_one
-from workers.remote import RemoteError
-from workers.reward_model import RewardModelPool
-from workers.scoring.classifier import ModelScore
 
 
 class FakeWorker:
@@ -47,7 +47,7 @@ def run_with_fakes(monkeypatch, use, *, workers=2, trouble=no_trouble, canary=No
     canary = canary or (lambda index: ModelScore(value=1.0))
     warn = (lambda message: None) if warnings is None else warnings.append
     monkeypatch.setattr(RewardModelPool, "_create", lambda self, index: FakeWorker(index, calls, trouble, canary))
-    monkeypatch.setattr("workers.supervise.ray.kill", lambda worker: None)
+    monkeypatch.setattr("dapo.workers.supervise.ray.kill", lambda worker: None)
 
     async def body():
         pool = RewardModelPool(RewardModelConfig(path="m", **settings), [{}] * workers, device="cpu", warn=warn)
@@ -127,7 +127,7 @@ def test_a_response_without_score_is_unscorable_and_told_of_and_counted(failure,
 
 def test_a_model_that_can_read_no_prompt_ends_the_run(monkeypatch):
     """Nothing would ever be trained on; that long responses, which end together, have no score says less."""
-    monkeypatch.setattr("workers.reward_model.MAX_FAILURES_IN_A_ROW", 6)
+    monkeypatch.setattr("dapo.workers.reward_model.MAX_FAILURES_IN_A_ROW", 6)
 
     async def use(pool):
         for _ in range(3):

@@ -15,11 +15,11 @@ import torch
 from dapo.config.facts.model_shape import shape_of
 from dapo.tools.plan.engine import EngineMemory
 from dapo.types import Request, Response, Sampling
+from dapo.workers.engines.load import EngineCounts, engine_metrics
+from dapo.workers.engines.slot import PULSE_S
 from tests.support.engines.two import LONG, make_config
 from tests.support.local_actors import local_sync
 from tests.support.report.reference import undocumented
-from workers.engines.load import EngineCounts, engine_metrics
-from workers.engines.slot import PULSE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
@@ -96,7 +96,7 @@ def speed(worker) -> tuple[bool, str]:
 
 def test_an_engine_reads_no_environment_for_a_token_and_hands_log_probabilities_on_by_the_sixteen(engines):
     found = ray.get(engines[0].workers[0].__ray_call__.remote(speed), timeout=60)
-    assert found == (False, "workers.engines.scheduling.scheduler")
+    assert found == (False, "dapo.workers.engines.scheduling.scheduler")
 
 
 def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop):

@@ -7,8 +7,8 @@ import yaml
 
 from dapo.config.compose import compose
 from dapo.ground.redact import is_secret
-from workers.engines.arguments import engine_args
-from workers.placement import Placement
+from dapo.workers.engines.arguments import engine_args
+from dapo.workers.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY")

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.pools import ActorsLost
+from dapo.workers.remote import RemoteError
+from dapo.workers.weight_sync import WeightSync
+from dapo.workers.weights.bucket import digest
+from dapo.workers.weights.memory import open_shared
 from tests.support.local_actors import local_sync
 from tests.support.training.plain_reference import make_config, make_model, start_own_pool
 from tests.support.weights.recorder import Recorder, within
-from workers.remote import RemoteError
-from workers.weight_sync import WeightSync
-from workers.weights.bucket import digest
-from workers.weights.memory import open_shared
 
 RANKS_S = 90  # the ranks' own deadline for a transfer
 
@@ -64,9 +64,9 @@ def actors(ray_cluster, model_dir: Path) -> Iterator:
 
 MEMBER = """
 import sys, torch
-from workers.weights.bucket import digest
-from workers.rendezvous import find_store
-from workers.weights.group import WeightGroup
+from dapo.workers.weights.bucket import digest
+from dapo.workers.rendezvous import find_store
+from dapo.workers.weights.group import WeightGroup
 store = find_store(sys.argv[1], int(sys.argv[2]), 30)
 group = WeightGroup(store, rank=1, size=2, device=torch.device("cpu"), timeout_s=30)
 print("met", flush=True)
@@ -174,11 +174,11 @@ def buffers_of_stages(worker) -> int:
 @pytest.mark.timeout(1500)
 def test_a_tensor_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_path):
     from dapo.tiny.random_model import make_random_model
+    from dapo.workers.engines.arguments import engine_args
+    from dapo.workers.placement import Placement
+    from dapo.workers.rollout import RolloutPool
     from tests.support.engines.two import make_config as engine_config
     from tests.workers.test_rollout import change, group_of, largest_difference
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
 
     path = str(make_random_model(tmp_path / "model", layers=2))
     cfg = engine_config(path, 1)

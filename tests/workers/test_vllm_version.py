@@ -12,7 +12,7 @@ from vllm.config import CacheConfig, SchedulerConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 
 from dapo.tools.plan import engine as planned
-from workers.engines.worker import KNOWN, RolloutWorker
+from dapo.workers.engines.worker import KNOWN, RolloutWorker
 
 
 def test_the_planners_defaults_are_vllms() -> None:

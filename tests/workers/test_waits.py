@@ -17,13 +17,13 @@ from dapo.config.sampling import RolloutConfig
 from dapo.config.schema import Config
 from dapo.ground.watchdog import Member, Watchdog
 from dapo.pools import ActorsLost
+from dapo.workers.actor import ActorPool, ActorWorker
+from dapo.workers.engines.life import Pulse
+from dapo.workers.engines.load import EngineMeter
+from dapo.workers.engines.slot import EngineSlot
+from dapo.workers.remote import RemoteError, WorkerLost, wait
+from dapo.workers.training.ranks import Ranks
 from tests.support.faulty_pools import turns
-from workers.actor import ActorPool, ActorWorker
-from workers.engines.life import Pulse
-from workers.engines.load import EngineMeter
-from workers.engines.slot import EngineSlot
-from workers.remote import RemoteError, WorkerLost, wait
-from workers.training.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("open_waits")
 
@@ -164,10 +164,10 @@ def test_ranks_that_are_lost_as_they_first_start_start_again(losses, error, monk
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(3600.0, 600.0), (6.0, 6.0)])
 def test_a_collective_that_hangs_is_found_before_its_update_is_late(timeout_s, limit_s, monkeypatch):
     limits = []
-    monkeypatch.setattr("workers.actor.check_allocator", lambda cfg, device: None)
-    monkeypatch.setattr("workers.actor.mesh.join", lambda *where, timeout_s, **how: limits.append(timeout_s))
-    monkeypatch.setattr("workers.actor.mesh.arrange", lambda *where, timeout_s, **how: limits.append(timeout_s))
-    monkeypatch.setattr("workers.actor.fsdp.load_policy", lambda cfg, mesh: 1 / 0)
+    monkeypatch.setattr("dapo.workers.actor.check_allocator", lambda cfg, device: None)
+    monkeypatch.setattr("dapo.workers.actor.mesh.join", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("dapo.workers.actor.mesh.arrange", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("dapo.workers.actor.fsdp.load_policy", lambda cfg, mesh: 1 / 0)
     cfg = Config()
     cfg.actor.timeout_s, cfg.actor.cpu_threads = timeout_s, torch.get_num_threads()
     with pytest.raises(ZeroDivisionError):

@@ -8,8 +8,8 @@ import pytest
 from dapo.config.derived import resolve_transport
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
+from dapo.workers.remote import RemoteError
 from tests.support.weights.recorder import BUCKETS, STEP_S, Recorder, in_loop, loads
-from workers.remote import RemoteError
 
 
 @in_loop

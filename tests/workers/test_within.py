@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from workers import within as within_module
-from workers.within import Late, within
+from dapo.workers import within as within_module
+from dapo.workers.within import Late, within
 
 HANG = threading.Event()
 
@@ -75,7 +75,7 @@ def test_a_signal_ends_the_wait_though_the_event_loop_is_held_up(number: int, er
 def test_the_process_ends_with_its_code_and_what_it_printed_though_a_library_would_wait(last: str, code: int) -> None:
     script = (
         "import atexit, subprocess, threading\n"
-        "from dapo.ground.console import end\nfrom workers.within import Late, within\n"
+        "from dapo.ground.console import end\nfrom dapo.workers.within import Late, within\n"
         "atexit.register(threading.Event().wait)\n"
         "child = subprocess.Popen(['sleep', '300'])\n"
         "try: within(0.1, threading.Event().wait, 'Ray')\nexcept Late: pass\n"

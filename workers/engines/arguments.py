@@ -7,7 +7,7 @@ from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
 
 # Where vLLM itself, which returns experts only on GPUs, refuses `enable_return_routed_experts`.
-CPU_EXPERTS_SCHEDULER = "workers.engines.scheduling.scheduler_with_experts"
+CPU_EXPERTS_SCHEDULER = "dapo.workers.engines.scheduling.scheduler_with_experts"
 VLLM_MAX_LOGPROBS = 20  # vLLM's default: the most log-probabilities that a request may ask for per position
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
-from workers.engines.orphans import end_with_actor
-from workers.layer_outputs import LayerOutputs
-from workers.weights.receiver import WeightReceiverExtension
+from dapo.workers.engines.orphans import end_with_actor
+from dapo.workers.layer_outputs import LayerOutputs
+from dapo.workers.weights.receiver import WeightReceiverExtension
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from dapo.config.sampling import RolloutConfig
 from dapo.ground.watchdog import waiting
-from workers.engines.load import engine_metrics
-from workers.engines.slot import EngineSlot, Gpus
-from workers.remote import RemoteError, wait_for_all
-from workers.supervise import PAUSE_S, keep_up
+from dapo.workers.engines.load import engine_metrics
+from dapo.workers.engines.slot import EngineSlot, Gpus
+from dapo.workers.remote import RemoteError, wait_for_all
+from dapo.workers.supervise import PAUSE_S, keep_up
 
 DEEPEST, LIGHTEST = 2, 1  # levels of vLLM's sleep: without weights, with weights on the host
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from workers.engines.load import EngineCounts, EngineMeter
-from workers.remote import WorkerLost
+from dapo.workers.engines.load import EngineCounts, EngineMeter
+from dapo.workers.remote import WorkerLost
 
 ECHO_S = 0.2  # a later answer is checked at the next pulse
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from dapo.sampling.seeds import continued_seed
 from dapo.types import Experts, Response, VersionSpan, joined_support
-from workers.engines.slot import EngineSlot
-from workers.engines.worker import Start
-from workers.remote import RemoteError, WorkerLost, wait
+from dapo.workers.engines.slot import EngineSlot
+from dapo.workers.engines.worker import Start
+from dapo.workers.remote import RemoteError, WorkerLost, wait
 
 NOTHING = Response(
     token_ids=np.zeros(0, dtype=np.int32),

@@ -11,10 +11,10 @@ import ray
 from dapo.config.sampling import RolloutConfig
 from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import Member
-from workers.capacity import EngineSize
-from workers.engines.load import Follower
-from workers.engines.worker import RolloutWorker
-from workers.remote import RemoteError, WorkerLost, wait
+from dapo.workers.capacity import EngineSize
+from dapo.workers.engines.load import Follower
+from dapo.workers.engines.worker import RolloutWorker
+from dapo.workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two pulses
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it

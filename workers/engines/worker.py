@@ -14,16 +14,16 @@ import numpy as np
 from packaging.specifiers import SpecifierSet
 
 from dapo.types import LEAST_LOGPROB, Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
-from workers.capacity import EngineSize
-from workers.engines.arguments import CPU_EXPERTS_SCHEDULER
-from workers.engines.life import LifeSigns, Pulse, Statistics
-from workers.engines.orphans import ACTOR
-from workers.remote import WorkerLost
-from workers.weights.bucket import BACKEND, Bucket
+from dapo.workers.capacity import EngineSize
+from dapo.workers.engines.arguments import CPU_EXPERTS_SCHEDULER
+from dapo.workers.engines.life import LifeSigns, Pulse, Statistics
+from dapo.workers.engines.orphans import ACTOR
+from dapo.workers.remote import WorkerLost
+from dapo.workers.weights.bucket import BACKEND, Bucket
 
 T = TypeVar("T")
 _numbers = count()  # unique request ids, as vLLM requires
-SCHEDULER = "workers.engines.scheduling.scheduler"
+SCHEDULER = "dapo.workers.engines.scheduling.scheduler"
 KNOWN = ">=0.32,<0.34"  # vLLM versions; same as the extras in pyproject.toml
 TOGETHER_S = 0.005  # responses of a group that end within this time are returned together
 NEGLIGIBLE_LOGPROB = -14.0  # a probability of 1e-6
@@ -81,7 +81,7 @@ class RolloutWorker:
         args = AsyncEngineArgs(
             model=model_path,
             logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
-            worker_extension_cls="workers.engines.extension.EngineExtension",
+            worker_extension_cls="dapo.workers.engines.extension.EngineExtension",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             # `LifeSigns` needs the statistics.
             **{"scheduler_cls": SCHEDULER} | engine_args | {"disable_log_stats": False},

@@ -1,4 +1,4 @@
-"""Runs vLLM's OpenAI-compatible server until its standard input closes: `python -m workers.judging.process ARGS`.
+"""Runs vLLM's OpenAI-compatible server until its standard input closes: `python -m dapo.workers.judging.process ARGS`.
 
 `vllm serve` is not used: it looks up the version of a package named vllm, and the CPU build has another name.
 """

@@ -14,7 +14,7 @@ from typing import IO
 
 import httpx
 
-PROGRAM = ("-m", "workers.judging.process")
+PROGRAM = ("-m", "dapo.workers.judging.process")
 NAME = "judge"  # of the model at the endpoint
 LOOK_S = 0.2  # between two checks of the process
 PROBE_S = 5.0  # between two probes, which are requests for one token

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workers.placing.asked import Pool
+from dapo.workers.placing.asked import Pool
 
 OWN_LABEL = "ray.io/node-id"  # set by Ray, unique per node
 

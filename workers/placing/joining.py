@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from ray.autoscaler.sdk import request_resources
 
 from dapo.ground.watchdog import waiting
-from workers.placing.asked import Pool
-from workers.placing.fit import Node, problems, shapes
+from dapo.workers.placing.asked import Pool
+from dapo.workers.placing.fit import Node, problems, shapes
 
 POLL_S = 1.0
 KEY = "trainer.nodes_timeout_s"

@@ -10,9 +10,9 @@ from typing import Protocol
 from dapo.ground.watchdog import waiting
 from dapo.rewards.calling.fork_server import Item
 from dapo.types import Prompt, Response
-from workers.remote import RemoteError
-from workers.scoring.fleet import Fleet
-from workers.scoring.verdict import Verdict
+from dapo.workers.remote import RemoteError
+from dapo.workers.scoring.fleet import Fleet
+from dapo.workers.scoring.verdict import Verdict
 
 
 class RewardModel(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 
 from dapo.ground.watchdog import waiting
-from workers.scoring.verdict import CanaryError
-from workers.supervise import Worker, Workers
+from dapo.workers.scoring.verdict import CanaryError
+from dapo.workers.supervise import Worker, Workers
 
 GAP_S = 0.01  # between two calls to a worker, to batch items
 

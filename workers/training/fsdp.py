@@ -15,13 +15,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dapo.config.derived import shares_gpus, truncates
 from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
-from workers.training.files.loading import load_buffers, load_parameters, meta_model, settle_frequencies
-from workers.training.files.naming import FileNames
-from workers.training.forward.attention import why_unpackable
-from workers.training.forward.policy import PackedPolicy
-from workers.training.forward.recompute import checkpoint_activations
-from workers.training.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
-from workers.training.mesh import Mesh
+from dapo.workers.training.files.loading import load_buffers, load_parameters, meta_model, settle_frequencies
+from dapo.workers.training.files.naming import FileNames
+from dapo.workers.training.forward.attention import why_unpackable
+from dapo.workers.training.forward.policy import PackedPolicy
+from dapo.workers.training.forward.recompute import checkpoint_activations
+from dapo.workers.training.lora import (
+    BasePolicy,
+    add_adapters,
+    base_name,
+    has_adapters,
+    init_adapters,
+    is_adapter,
+    merged,
+)
+from dapo.workers.training.mesh import Mesh
 
 
 def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from workers.rendezvous import meet
+from dapo.workers.rendezvous import meet
 
 
 @dataclass(frozen=True, slots=True)

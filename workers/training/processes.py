@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from workers.remote import RemoteError, wait
+from dapo.workers.remote import RemoteError, wait
 
 POLL_S = 0.05
 GRACE_S = 1.0

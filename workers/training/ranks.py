@@ -13,9 +13,9 @@ import ray
 
 from dapo.ground.watchdog import Member
 from dapo.pools import ActorsLost
-from workers.remote import FAILURE_GRACE_S, RemoteError, wait
-from workers.training.collective_errors import Unanimous
-from workers.training.processes import RankProcess, end_all
+from dapo.workers.remote import FAILURE_GRACE_S, RemoteError, wait
+from dapo.workers.training.collective_errors import Unanimous
+from dapo.workers.training.processes import RankProcess, end_all
 
 Submit = Callable[[int, Any], Any]  # (rank, its actor) -> Ray's reference to the answer
 FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: the rank is unusable after one

@@ -26,13 +26,13 @@ from dapo.config.schema import Config
 from dapo.ground.fault_points import fault_point
 from dapo.pools import Updated
 from dapo.types import TrainSequence
-from workers.training.collective_errors import Refused, Unanimous
-from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
-from workers.training.forward.ulysses import gather_rows
-from workers.training.fsdp import reshard
-from workers.training.mesh import Mesh
-from workers.training.optimizer import LossScale
-from workers.training.update_metrics import (
+from dapo.workers.training.collective_errors import Refused, Unanimous
+from dapo.workers.training.forward.policy import MicroBatch, PackedPolicy, collate
+from dapo.workers.training.forward.ulysses import gather_rows
+from dapo.workers.training.fsdp import reshard
+from dapo.workers.training.mesh import Mesh
+from dapo.workers.training.optimizer import LossScale
+from dapo.workers.training.update_metrics import (
     GRAD_NORM_SQUARED,
     Totals,
     check_parity,

@@ -20,7 +20,7 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.schema import Config
 from dapo.ground.usage import RankUse, resident_bytes
 from dapo.types import TrainBatch
-from workers.training.collective_errors import Unanimous
+from dapo.workers.training.collective_errors import Unanimous
 
 # Metrics that are means over the trained tokens: the values of each token, 0 where it is not trained. A new one is one
 # more line here.

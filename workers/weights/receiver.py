@@ -26,10 +26,10 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.ground.fault_points import fault_point
 from dapo.sandbox.kernel import die_with
-from workers.rendezvous import find_store
-from workers.weights.bucket import BACKEND, digest
-from workers.weights.group import WeightGroup
-from workers.weights.memory import Handle, open_shared, place
+from dapo.workers.rendezvous import find_store
+from dapo.workers.weights.bucket import BACKEND, digest
+from dapo.workers.weights.group import WeightGroup
+from dapo.workers.weights.memory import Handle, open_shared, place
 
 
 @dataclass

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.rendezvous import serve_store
-from workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
-from workers.weights.group import SENDER, WeightGroup, give_up
-from workers.weights.memory import place, share, share_again
+from dapo.workers.rendezvous import serve_store
+from dapo.workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
+from dapo.workers.weights.group import SENDER, WeightGroup, give_up
+from dapo.workers.weights.memory import place, share, share_again
 
 SLOTS = 2
 

@@ -29,10 +29,10 @@ from dapo.tools.bench.setting import (
     one_device_config,
     random_batch,
 )
-from workers.actor import ActorPool
-from workers.remote import wait
-from workers.rollout import RolloutPool
-from workers.weight_sync import WeightSync
+from dapo.workers.actor import ActorPool
+from dapo.workers.remote import wait
+from dapo.workers.rollout import RolloutPool
+from dapo.workers.weight_sync import WeightSync
 
 GIB = 1 << 30
 PHASES = ("sleep", "update", "wake weights", "transfer", "wake KV")

@@ -26,7 +26,7 @@ from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.tools.bench.setting import LEARNT_NOTHING, bench_config, needs_device, random_batch, random_weights
 from dapo.types import TrainBatch
-from workers.actor import ActorWorker, split_batch
+from dapo.workers.actor import ActorWorker, split_batch
 
 WARM_UP = 1
 CASE_TIMEOUT_S = 900

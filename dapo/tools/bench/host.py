@@ -16,8 +16,8 @@ from dapo.config.schema import Config
 from dapo.sampling.stream import training_sampling
 from dapo.tools.bench.setting import TIMEOUT_S, cluster, engine, of_models, one_device_config
 from dapo.types import Request
-from workers.remote import wait
-from workers.rollout import RolloutPool
+from dapo.workers.remote import wait
+from dapo.workers.rollout import RolloutPool
 
 NAMES = ("model", "requests", "tokens", "s", "tokens/s", "us per token", "us of the actor", "us of the engine")
 PROMPT = np.arange(1, 9, dtype=np.int32)

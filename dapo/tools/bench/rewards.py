@@ -17,7 +17,7 @@ from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.ground.table import table
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.functions import RewardFunctions
-from workers.scoring.children import Children
+from dapo.workers.scoring.children import Children
 
 WANTED_PER_CORE = 2000.0  # verdicts per second
 WANTED_P50_MS = 1.0

@@ -30,10 +30,10 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.tiny.tokenizer import make_tokenizer
 from dapo.types import Prompt, TrainBatch, TrainSequence
-from workers.actor import ActorPool
-from workers.engines.arguments import engine_args
-from workers.placement import Placement
-from workers.rollout import RolloutPool
+from dapo.workers.actor import ActorPool
+from dapo.workers.engines.arguments import engine_args
+from dapo.workers.placement import Placement
+from dapo.workers.rollout import RolloutPool
 
 # The learning rate is so small that each step makes the same requests, whatever was learnt.
 COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")

@@ -23,12 +23,12 @@ from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.tools.bench.setting import Recording, run_config, trainer, workers
 from dapo.tools.bench.shapes import LENGTHS
 from dapo.types import Request, Response, TrainBatch
-from workers.actor import RankWork, split_batch
-from workers.engines.requests import Unfinished
-from workers.remote import wait
-from workers.rollout import RolloutPool as Engines
-from workers.training.forward.attention import implementation
-from workers.training.forward.policy import PackedPolicy, collate
+from dapo.workers.actor import RankWork, split_batch
+from dapo.workers.engines.requests import Unfinished
+from dapo.workers.remote import wait
+from dapo.workers.rollout import RolloutPool as Engines
+from dapo.workers.training.forward.attention import implementation
+from dapo.workers.training.forward.policy import PackedPolicy, collate
 
 ALLOWANCE_S = 0.2  # of a step beyond its floors, before the factor
 FACTOR = 1.25

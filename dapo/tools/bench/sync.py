@@ -19,7 +19,7 @@ from dapo.ground.table import table
 from dapo.tiny.random_model import make_random_model
 from dapo.tools.bench.setting import cluster, engines_and_actors
 from dapo.tools.bench.shapes import SYNC_SHAPES
-from workers.weight_sync import WeightSync
+from dapo.workers.weight_sync import WeightSync
 
 LENGTH = 64  # tokens of prompt and response; nothing is generated
 

@@ -14,10 +14,10 @@ from dapo.config.schema import Config
 from dapo.ground.watchdog import waiting
 from dapo.tools.doctor.machines import CPU_RANKS, Silent, ThisMachine, called
 from dapo.tools.doctor.network import LIMIT_S, Ring, measure
-from workers.cluster import connect, leave, nodes
-from workers.placing.asked import OWN_GPUS, pools
-from workers.placing.fit import Node, lines, problems
-from workers.training.processes import free_address
+from dapo.workers.cluster import connect, leave, nodes
+from dapo.workers.placing.asked import OWN_GPUS, pools
+from dapo.workers.placing.fit import Node, lines, problems
+from dapo.workers.training.processes import free_address
 
 ANSWER_S = 120.0  # covers start and imports of a worker process, plus 60 s for the hub's and nvidia-smi's timeouts
 

@@ -21,15 +21,15 @@ from dapo.config.schema import Config
 from dapo.ground.console import hearing_warnings
 from dapo.tools.doctor.subject import Finding, Subject, fault, ok
 from dapo.types import Float32Array, Int32Array, Response, Sampling, TrainSequence
-from workers.actor import ActorWorker
-from workers.cluster import connect, leave
-from workers.engines.arguments import engine_args
-from workers.engines.worker import RolloutWorker, Start
-from workers.layer_outputs import LayerOutputs
-from workers.placement import Placement
-from workers.remote import wait
-from workers.rollout import canary_sequence
-from workers.training.batch_split import equal_at, known_shape, split_sequences
+from dapo.workers.actor import ActorWorker
+from dapo.workers.cluster import connect, leave
+from dapo.workers.engines.arguments import engine_args
+from dapo.workers.engines.worker import RolloutWorker, Start
+from dapo.workers.layer_outputs import LayerOutputs
+from dapo.workers.placement import Placement
+from dapo.workers.remote import wait
+from dapo.workers.rollout import canary_sequence
+from dapo.workers.training.batch_split import equal_at, known_shape, split_sequences
 
 RESPONSES, TOKENS = 4, 16
 LEAP = 30.0  # of the relative difference within one layer: rounding errors grow less

@@ -14,11 +14,11 @@ import pytest
 from dapo.config.compose import compose
 from dapo.driver import fleet, run
 from dapo.state.run_dir import claim_output_dir
+from dapo.workers.training import processes
 from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.nodes import Node, OnNodes
 from tests.support.outcomes import RUN, last_line
 from tests.support.runs import SMALL, TINY
-from workers.training import processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -7,7 +7,7 @@ from dapo.tiny.tokenizer import make_tokenizer
 from dapo.turns.protocol import Failed, Generated, Step
 from dapo.turns.session import Session
 from dapo.types import Prompt, Sampling
-from workers.turns import TurnLost
+from dapo.workers.turns import TurnLost
 
 TOKENIZER = make_tokenizer()
 

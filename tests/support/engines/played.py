@@ -17,11 +17,11 @@ import numpy as np
 from dapo.config.sampling import RolloutConfig
 from dapo.sampling.seeds import response_seed
 from dapo.types import Experts, Int32Array, Response, Sampling, Support, VersionSpan
-from workers.capacity import EngineSize, FleetCapacity
-from workers.engines.slot import EngineSlot
-from workers.engines.worker import Start
-from workers.remote import WorkerLost
-from workers.rollout import RolloutPool
+from dapo.workers.capacity import EngineSize, FleetCapacity
+from dapo.workers.engines.slot import EngineSlot
+from dapo.workers.engines.worker import Start
+from dapo.workers.remote import WorkerLost
+from dapo.workers.rollout import RolloutPool
 
 STOP = 0
 SLOTS = 16

@@ -12,10 +12,10 @@ from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
 from dapo.tiny.random_model import make_random_model
+from dapo.workers.engines.arguments import engine_args
+from dapo.workers.placement import Placement
+from dapo.workers.rollout import RolloutPool
 from tests.support.local_actors import local_sync
-from workers.engines.arguments import engine_args
-from workers.placement import Placement
-from workers.rollout import RolloutPool
 
 LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
 

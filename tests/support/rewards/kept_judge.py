@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig
-from workers.judge import server_arguments
-from workers.judging.server import Server
-from workers.placement import vllm_environment
+from dapo.workers.judge import server_arguments
+from dapo.workers.judging.server import Server
+from dapo.workers.placement import vllm_environment
 
 START_S = 600.0  # on a machine that others keep busy
 ENGINE = JudgeEngineConfig(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.calling.fork_server import Item
-from workers.scoring.children import Children
+from dapo.workers.scoring.children import Children
 
 LIMITS = {"cpu_s": 1.0, "wall_s": 3.0, "memory_bytes": 256 << 20}
 

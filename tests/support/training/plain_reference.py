@@ -23,7 +23,7 @@ from tests.support.kept import end_with_the_group
 
 if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
     from dapo.pools import Updated
-    from workers.actor import ActorPool, RankWork
+    from dapo.workers.actor import ActorPool, RankWork
 
 VOCABULARY = 64
 TEMPERATURE = 0.7
@@ -202,7 +202,7 @@ def update_on(worker: Any, work: "RankWork") -> "Updated":
 
 def update_here(worker: Any, batch: TrainBatch) -> "Updated":
     """An update of the one rank that this process is."""
-    from workers.actor import split_batch
+    from dapo.workers.actor import split_batch
 
     return update_on(worker, split_batch(batch, 1, worker._cfg.actor.max_tokens_per_gpu)[0])
 
@@ -230,14 +230,14 @@ def save(pool: "ActorPool", directory: Path) -> None:
 
 def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     """Runs on a rank."""
-    from workers.training.fsdp import full_parameters
+    from dapo.workers.training.fsdp import full_parameters
 
     return dict(full_parameters(worker._policy, worker._mesh))
 
 
 def rank_checksum(worker: Any, policy: Any = None) -> str:
     """Runs on a rank: sha256 over names and bytes of all parameters of its policy, or of another one."""
-    from workers.training.fsdp import full_parameters
+    from dapo.workers.training.fsdp import full_parameters
 
     digest = hashlib.sha256()
     for name, tensor in full_parameters(policy or worker._policy, worker._mesh):
@@ -267,7 +267,7 @@ end_with_the_group(_end_all)
 def start_pool(cfg: Config) -> "ActorPool":
     """Ranks as `start` makes them of `cfg`, whatever was done to them before. The files of a group have one set of each
     size, which no test closes; one that breaks a rank takes `start_own_pool`."""
-    from workers.actor import ActorPool
+    from dapo.workers.actor import ActorPool
 
     count = cfg.actor.num_workers
     if count not in _running:
@@ -290,7 +290,7 @@ _RANK: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_TH
 
 
 def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
-    from workers.actor import ActorPool
+    from dapo.workers.actor import ActorPool
 
     pool = ActorPool(cfg, "cpu", lambda: options)
     asyncio.run(pool.start())
@@ -300,8 +300,8 @@ def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
 @contextmanager
 def rank_here(cfg: Config) -> Iterator[Any]:
     """One rank in this process, which `rebuild` makes anew."""
-    from workers.actor import ActorWorker
-    from workers.training import mesh
+    from dapo.workers.actor import ActorWorker
+    from dapo.workers.training import mesh
 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -317,7 +317,7 @@ def rank_here(cfg: Config) -> Iterator[Any]:
 def rebuild(worker: Any, cfg: Config) -> None:
     """Runs on a rank: what `start` makes of `cfg` once the process group is there. Groups of the same shape are made
     once: each has threads that poll a hundred times a second, and none ever ends."""
-    from workers.training import mesh
+    from dapo.workers.training import mesh
 
     if not hasattr(mesh.arrange, "cache_info"):
         mesh.arrange = functools.cache(mesh.arrange)
@@ -327,7 +327,7 @@ def rebuild(worker: Any, cfg: Config) -> None:
 
 def on_all(pool: "ActorPool", function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
     """function(worker, *args of the rank) on every rank."""
-    from workers.remote import wait
+    from dapo.workers.remote import wait
 
     refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._ranks.workers, *args, strict=True)]
     return asyncio.run(wait(refs, 600, "a test", "none"))

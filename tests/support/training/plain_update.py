@@ -14,6 +14,7 @@ from dapo.algorithm.schedule import learning_rates
 from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from dapo.workers.training.update import dice
 from tests.support.training.plain_reference import (
     LENGTHS,
     TEMPERATURE,
@@ -24,7 +25,6 @@ from tests.support.training.plain_reference import (
     reference,
     sampled,
 )
-from workers.training.update import dice
 
 
 def plain_tokens(

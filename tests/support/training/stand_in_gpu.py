@@ -24,12 +24,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from dapo.workers.training import fsdp, update
+from dapo.workers.training.forward import attention, logprobs
+from dapo.workers.training.mesh import Mesh, SequenceParallel
+from dapo.workers.training.optimizer import Moments, build_optimizer
+from dapo.workers.training.update_metrics import STALENESS_BUCKETS, Mismatch, Totals
 from tests.support.training.plain_reference import LENGTHS, make_config, make_sequences
-from workers.training import fsdp, update
-from workers.training.forward import attention, logprobs
-from workers.training.mesh import Mesh, SequenceParallel
-from workers.training.optimizer import Moments, build_optimizer
-from workers.training.update_metrics import STALENESS_BUCKETS, Mismatch, Totals
 
 NAME = "standin"
 CASES = [("none", 4, 2), ("phase", 0, 1), ("host", 0, 2)]  # actor.offload, model.lora.rank, ranks of a sequence

@@ -9,8 +9,8 @@ import numpy as np
 
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
-from workers.weight_sync import WeightSync
-from workers.weights.bucket import Endpoint
+from dapo.workers.weight_sync import WeightSync
+from dapo.workers.weights.bucket import Endpoint
 
 BUCKETS = 6
 STEP_S = 0.01

@@ -17,8 +17,8 @@ from dapo.tools import bench
 from dapo.tools.bench import setting
 from dapo.tools.bench.__main__ import main, parse
 from dapo.tools.bench.sync import to_config
+from dapo.workers.placing.asked import pools
 from tests.support.runs import Runs
-from workers.placing.asked import pools
 
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 

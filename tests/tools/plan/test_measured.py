@@ -14,8 +14,8 @@ from dapo.driver.run import make_paths_absolute
 from dapo.tools.plan.__main__ import configuration, known_shape
 from dapo.tools.plan.actor import ActorMemory
 from dapo.types import TrainSequence
+from dapo.workers.actor import RankWork
 from tests.support.training.plain_reference import on_all, start_pool, version_of
-from workers.actor import RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 

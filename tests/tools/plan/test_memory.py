@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.config.facts.model_shape import shape_of
 from dapo.tools.plan.actor import Activations
-from workers.training.forward.attention import PACKED_ATTENTION, Segments
-from workers.training.forward.recompute import checkpoint_activations
+from dapo.workers.training.forward.attention import PACKED_ATTENTION, Segments
+from dapo.workers.training.forward.recompute import checkpoint_activations
 
 CONFIG = {"hidden_size": 128, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 264}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -88,7 +88,7 @@ def test_bytes_per_token_with_a_kernel_like_that_of_a_gpu(monkeypatch):
         q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
         return _Kernel.apply(q, k, v).unsqueeze(0)
 
-    monkeypatch.setattr("workers.training.forward.attention._per_segment", kernel)
+    monkeypatch.setattr("dapo.workers.training.forward.attention._per_segment", kernel)
     (one, _), (three, _) = measured(torch.bfloat16, "none", 1), measured(torch.bfloat16, "none", 3)
     assert (three - one) / 2 == predicted(2, "none", cuda=True).kept
 

@@ -8,8 +8,8 @@ from dapo.tools.plan.fit import changed, problems, room_for_actors
 from dapo.tools.plan.report import report
 from dapo.tools.plan.step import Step
 from dapo.tools.plan.terms import size
+from dapo.workers.rollout import CANARY
 from tests.support.plan.plans import planned
-from workers.rollout import CANARY
 
 
 def test_roles_that_take_turns_have_a_gpu_each_at_its_time():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorPool
 from tests.support.training.plain_reference import (
     LENGTHS,
     make_config,
@@ -12,7 +13,6 @@ from tests.support.training.plain_reference import (
     make_sequences,
     start_pool,
 )
-from workers.actor import ActorPool
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorPool
+from dapo.workers.remote import RemoteError
 from tests.support.training.plain_reference import checksum, save, train_batch
-from workers.actor import ActorPool
-from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

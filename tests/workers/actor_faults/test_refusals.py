@@ -12,9 +12,9 @@ import pytest
 
 from dapo.pools import ActorsLost, BatchRefused
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorPool
+from dapo.workers.remote import RemoteError, wait
 from tests.support.training.plain_reference import checksum, on_all, start_pool, train_batch, version_of
-from workers.actor import ActorPool
-from workers.remote import RemoteError, wait
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

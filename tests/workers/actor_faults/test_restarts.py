@@ -16,6 +16,10 @@ import pytest
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
 from dapo.types import TrainBatch, TrainSequence
+from dapo.workers.actor import ActorPool
+from dapo.workers.remote import RemoteError
+from dapo.workers.training import processes
+from dapo.workers.training.processes import own_process
 from tests.support.training.plain_reference import (
     checksum,
     make_config,
@@ -25,10 +29,6 @@ from tests.support.training.plain_reference import (
     train_batch,
     version_of,
 )
-from workers.actor import ActorPool
-from workers.remote import RemoteError
-from workers.training import processes
-from workers.training.processes import own_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dapo.config.schema import Config
-from workers.engines.arguments import engine_args
+from dapo.workers.engines.arguments import engine_args
 
 
 def args(device: str, colocate: str = "", **vllm: Any) -> dict[str, Any]:

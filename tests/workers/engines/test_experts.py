@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Request, Response, Sampling
+from dapo.workers.rollout import canary_sequence
 from tests.support.engines.two import make_config, started
 from tests.support.local_actors import local_sync
 from tests.support.training.plain_reference import make_config as actor_config
 from tests.support.training.plain_reference import rank_here
 from tests.support.training.upcycled import upcycle
-from workers.rollout import canary_sequence
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 

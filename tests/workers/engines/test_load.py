@@ -12,12 +12,12 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dapo.config.reward import OverlongBufferConfig, RewardConfig
+from dapo.workers import reward
+from dapo.workers.engines.life import LifeSigns, Statistics
+from dapo.workers.engines.load import EngineMeter, Follower, engine_metrics
+from dapo.workers.scoring.verdict import Verdict
 from tests.support.fakes import make_prompt, make_response, make_score
 from tests.support.report.reference import undocumented
-from workers import reward
-from workers.engines.life import LifeSigns, Statistics
-from workers.engines.load import EngineMeter, Follower, engine_metrics
-from workers.scoring.verdict import Verdict
 
 
 class Clock:

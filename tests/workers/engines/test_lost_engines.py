@@ -12,11 +12,11 @@ import pytest
 import ray
 import torch
 
+from dapo.workers.engines.requests import Unfinished
+from dapo.workers.remote import RemoteError
 from tests.support.engines.two import LONG
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import PROMPT, change, group_of, largest_difference, sampling
-from workers.engines.requests import Unfinished
-from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 

@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from workers.engines.orphans import ACTOR, POLL_S
-from workers.engines.worker import RolloutWorker
+from dapo.workers.engines.orphans import ACTOR, POLL_S
+from dapo.workers.engines.worker import RolloutWorker
 
 GONE_S = 20.0
 WORKER = """
@@ -20,9 +20,9 @@ import os, time
 print(os.getppid(), os.getpid(), flush=True)
 time.sleep(600)
 """
-AS_VLLM = WORKER.format("import workers.engines.extension")
+AS_VLLM = WORKER.format("import dapo.workers.engines.extension")
 QUICK = WORKER.format(
-    "from dapo.sandbox.kernel import die_with; from workers.engines.orphans import end_with_actor; "
+    "from dapo.sandbox.kernel import die_with; from dapo.workers.engines.orphans import end_with_actor; "
     "die_with(os.getppid()); end_with_actor()"
 )
 START = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"

@@ -15,11 +15,11 @@ from dapo.sampling.draws import DROPPED
 from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import GroupStream
 from dapo.types import Request, Response, Sampling, VersionSpan
+from dapo.workers.engines.requests import NOTHING, Unfinished, joined
+from dapo.workers.rollout import RolloutPool
 from tests.support.driver.loops import PROMPTS, some_mixed
 from tests.support.engines.played import SLOTS, STOP, World, assert_experts, assert_support, played_pool, text_of
 from tests.support.fakes import FakeRewards
-from workers.engines.requests import NOTHING, Unfinished, joined
-from workers.rollout import RolloutPool
 
 CAP, N = 24, 4
 SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP, experts=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dapo.types import Request, Sampling
+from dapo.workers.engines.life import LifeSigns
+from dapo.workers.engines.worker import RolloutWorker, Start
+from dapo.workers.remote import RemoteError
 from tests.support.engines.played import World, played_pool
-from workers.engines.life import LifeSigns
-from workers.engines.worker import RolloutWorker, Start
-from workers.remote import RemoteError
 
 PROMPT = np.arange(3, dtype=np.int32)
 STARTS = [Start(token_ids=np.zeros(0, dtype=np.int32), seed=seed) for seed in range(2)]

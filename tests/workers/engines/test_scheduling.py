@@ -12,9 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dapo.workers.engines.scheduling import TOGETHER, scheduler
+from dapo.workers.placement import vllm_environment
 from tests.support.schedulers import needs
-from workers.engines.scheduling import TOGETHER, scheduler
-from workers.placement import vllm_environment
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead, as on a GPU"])

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.tiny.random_model import make_random_model
+from dapo.workers.engines.keeper import DEEPEST, LIGHTEST
 from tests.support.engines.two import make_config, started
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import change, group_of, largest_difference
-from workers.engines.keeper import DEEPEST, LIGHTEST
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.types import Request, Response, Sampling
+from dapo.workers.engines.slot import PULSE_S
 from tests.support.local_actors import local_sync
 from tests.support.report.reference import undocumented
-from workers.engines.slot import PULSE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 pytest.importorskip("numba", reason="n-gram drafts need it; bash launch/install.sh")

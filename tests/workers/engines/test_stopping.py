@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo.types import VersionSpan
-from workers.engines.worker import end_of, spans_up_to
+from dapo.workers.engines.worker import end_of, spans_up_to
 
 LETTERS = st.lists(st.integers(0, 2), max_size=12)
 

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import workers.trajectories
+import dapo.workers.trajectories
 from dapo.ground.clock import PhaseClock
 from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import scored_group
 from dapo.turns.one_turn import rollout as one_turn
 from dapo.turns.protocol import Trajectory
 from dapo.types import Draw, Request, Response, Sampling
+from dapo.workers.remote import RemoteError
+from dapo.workers.trajectories import MAX_GONE, TrajectoryPool
+from dapo.workers.turns import WorkerGone
 from tests.support.engines.functions import LocalCall, LocalFunctions
 from tests.support.engines.played import World, assert_experts, assert_support, played_pool
 from tests.support.fakes import FakeRewards, make_prompt
-from workers.remote import RemoteError
-from workers.trajectories import MAX_GONE, TrajectoryPool
-from workers.turns import WorkerGone
 
 CAP, N = 24, 4
 SAMPLING = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CAP, experts=True)
@@ -38,7 +38,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["down", "down", "update", "lost"]), 
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers.trajectories, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(dapo.workers.trajectories, "RETRY_PAUSE_S", 0.0)
 
 
 async def two_turns(prompt, generate, sampling):
@@ -291,7 +291,7 @@ class Dying(LocalFunctions):
 
 def test_a_worker_that_is_lost_uses_up_no_retry_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A response that loses it again and again is unscorable, and ends no run."""
-    monkeypatch.setattr(workers.trajectories, "MAX_FAILURES_IN_A_ROW", 2)
+    monkeypatch.setattr(dapo.workers.trajectories, "MAX_FAILURES_IN_A_ROW", 2)
     rescued, hopeless = Dying(MAX_GONE), Dying(1000)
     wanted = asyncio.run(responses_of(pool_of(one_turn)[0]))
     found = asyncio.run(responses_of(pool_of(rescued, retries=0)[0]))
@@ -303,7 +303,7 @@ def test_a_worker_that_is_lost_uses_up_no_retry_of_its_calls(monkeypatch: pytest
 
 def failures(monkeypatch: pytest.MonkeyPatch, lengths: list[int], most: list[int]) -> list[bool]:
     """Which responses of these lengths fail, one after the other: where they are longer than `most` of their number."""
-    monkeypatch.setattr(workers.trajectories, "MAX_FAILURES_IN_A_ROW", 4)
+    monkeypatch.setattr(dapo.workers.trajectories, "MAX_FAILURES_IN_A_ROW", 4)
     left = iter(zip(lengths, most, strict=True))
 
     async def says(prompt: Any, generate: Any, sampling: Any) -> Trajectory:

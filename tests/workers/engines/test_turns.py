@@ -10,13 +10,13 @@ import pytest
 
 from dapo.config.sampling import RolloutConfig
 from dapo.types import Sampling
+from dapo.workers.capacity import EngineSize
+from dapo.workers.engines import keeper as keeping
+from dapo.workers.engines import slot as slots
+from dapo.workers.engines.keeper import DEEPEST, LIGHTEST
+from dapo.workers.remote import RemoteError
+from dapo.workers.rollout import RolloutPool
 from tests.support.fakes import make_response
-from workers.capacity import EngineSize
-from workers.engines import keeper as keeping
-from workers.engines import slot as slots
-from workers.engines.keeper import DEEPEST, LIGHTEST
-from workers.remote import RemoteError
-from workers.rollout import RolloutPool
 
 
 class Slot:

@@ -13,12 +13,12 @@ from ray.exceptions import RayActorError
 
 from dapo.config.reward import JudgeEngineConfig
 from dapo.config.schema import Config
-from workers import judge, supervise
-from workers.judge import JudgePool, server_arguments
-from workers.judging import server as serving
-from workers.judging.server import Server
-from workers.placing.asked import count_gpus, pools
-from workers.remote import RemoteError
+from dapo.workers import judge, supervise
+from dapo.workers.judge import JudgePool, server_arguments
+from dapo.workers.judging import server as serving
+from dapo.workers.judging.server import Server
+from dapo.workers.placing.asked import count_gpus, pools
+from dapo.workers.remote import RemoteError
 
 PROGRAM = """
 import http.server, os, subprocess, sys

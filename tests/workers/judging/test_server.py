@@ -11,16 +11,16 @@ import pytest
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import with_judge
+from dapo.workers.scoring.children import Children
+from dapo.workers.scoring.verdict import Verdict
 from tests.support.rewards.kept_judge import START_S, SUMS, kept_judge
-from workers.scoring.children import Children
-from workers.scoring.verdict import Verdict
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(2000)]
 
 COUNT = 24
 STARTER = """
 import asyncio, sys
-from workers.judging.server import Server
+from dapo.workers.judging.server import Server
 async def run():
     server = Server(["--model", "nowhere"], "127.0.0.1", silence_s=60)
     starting = asyncio.create_task(server.start(600))

@@ -6,9 +6,9 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from dapo.workers.placing.asked import count_gpus, pools
+from dapo.workers.placing.fit import Node, in_order, lines, problems
 from tests.support.placed_roles import make_config
-from workers.placing.asked import count_gpus, pools
-from workers.placing.fit import Node, in_order, lines, problems
 
 
 def node(gpus: int, **labels: str) -> Node:

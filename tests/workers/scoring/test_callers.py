@@ -15,10 +15,10 @@ import pytest
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
 from dapo.rewards.calling.calls import Pace, Retry, Unanswered, answer
 from dapo.rewards.calling.fork_server import Item
-from workers.scoring import process
-from workers.scoring.children import Children
-from workers.scoring.process import MAX_FAILED_STARTS
-from workers.scoring.verdict import CanaryError, ChildrenLost, Verdict
+from dapo.workers.scoring import process
+from dapo.workers.scoring.children import Children
+from dapo.workers.scoring.process import MAX_FAILED_STARTS
+from dapo.workers.scoring.verdict import CanaryError, ChildrenLost, Verdict
 
 HEAD = "import asyncio, os, time\nfrom dapo.rewards.calling.calls import Retry\ncalls = {}\n"
 SIGNATURE = "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

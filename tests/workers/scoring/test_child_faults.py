@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from dapo.workers.scoring import children as module
+from dapo.workers.scoring.verdict import CanaryError, ChildrenLost
 from tests.support.rewards.reward_children import item, runs, use
 from tests.support.rewards.reward_programs import CANARIES, PROGRAM
-from workers.scoring import children as module
-from workers.scoring.verdict import CanaryError, ChildrenLost
 
 
 def test_memory_that_others_left_behind_makes_no_response_wrong(program):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from dapo.config.reward import RewardModelConfig
+from dapo.workers.scoring.classifier import Classifier, Conversation, micro_batches
 from tests.support.rewards.tiny_reward_model import NAN, QUESTION, harmless, make_reward_model, one_by_one
-from workers.scoring.classifier import Classifier, Conversation, micro_batches
 
 TEXTS = (
     "",

@@ -7,11 +7,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from dapo.config.reward import RewardConfig
-from workers import supervise
-from workers.remote import RemoteError, wait
-from workers.reward import RewardPool
-from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import CanaryError
+from dapo.workers import supervise
+from dapo.workers.remote import RemoteError, wait
+from dapo.workers.reward import RewardPool
+from dapo.workers.scoring.fleet import Fleet, WorkerLost
+from dapo.workers.scoring.verdict import CanaryError
 
 ITEM = "an item"
 WINDOW = 64

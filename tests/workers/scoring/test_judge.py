@@ -16,9 +16,9 @@ from dapo.rewards.calling.calls import Retry
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import with_judge
 from dapo.rewards.judge import read_score
+from dapo.workers.scoring.children import Children
+from dapo.workers.scoring.verdict import Verdict
 from tests.support.rewards.judge_server import KEY, JudgeServer, judge_server
-from workers.scoring.children import Children
-from workers.scoring.verdict import Verdict
 
 FAULTS = ("500", "429", "cut", "no json", "silent", "half", "no score", "score outside")
 QUICK = RemoteConfig(timeout_s=50.0, call_timeout_s=1.0, retries=12, backoff_s=0.005)

@@ -11,12 +11,12 @@ import pytest
 
 from dapo.config.reward import OverlongBufferConfig, RemoteConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from dapo.types import Score
+from dapo.workers import reward
+from dapo.workers.remote import RemoteError
+from dapo.workers.scoring import asking
+from dapo.workers.scoring.fleet import WorkerLost
+from dapo.workers.scoring.verdict import Verdict, verdict_of_failure
 from tests.support.fakes import make_prompt, make_response
-from workers import reward
-from workers.remote import RemoteError
-from workers.scoring import asking
-from workers.scoring.fleet import WorkerLost
-from workers.scoring.verdict import Verdict, verdict_of_failure
 
 BEFORE, AFTER = [{"url": "http://a", "key": "old"}], [{"url": "http://a", "key": "new"}]
 RIGHT = Score(accuracy=1.0, reward=1.0, parts={"judge": 1.0}, metrics={}, prediction="", failure="")

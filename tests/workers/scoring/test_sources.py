@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
+from dapo.workers.scoring.children import Children
 from tests.support.rewards.reward_children import item
-from workers.scoring.children import Children
 
 SPINS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.training import collective_errors as module
-from workers.training.collective_errors import FilesError, OwnWork, RankVersion, Refused, Unanimous
+from dapo.workers.training import collective_errors as module
+from dapo.workers.training.collective_errors import FilesError, OwnWork, RankVersion, Refused, Unanimous
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from dapo.config.rules.model import actor
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorWorker, split_batch
 from tests.support.training.model_families import FAMILIES, SIZES, Family, save_config, save_model
 from tests.support.training.plain_reference import (
     distance,
@@ -22,7 +23,6 @@ from tests.support.training.plain_reference import (
     reference,
     train_batch,
 )
-from workers.actor import ActorWorker, split_batch
 
 LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (8, 4), (8, 1), (8, 3))  # the last three share a prompt
 WORK = [name for name, family in FAMILIES.items() if not family.refused]

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
+from dapo.workers.actor import ActorPool, split_batch
+from dapo.workers.training.fsdp import load_policy
 from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
@@ -35,8 +37,6 @@ from tests.support.training.plain_reference import (
     update,
     update_on,
 )
-from workers.actor import ActorPool, split_batch
-from workers.training.fsdp import load_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -20,6 +20,10 @@ from transformers import Qwen2ForCausalLM
 from dapo.config.actor import LoraConfig
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorWorker, split_batch
+from dapo.workers.training.collective_errors import FilesError
+from dapo.workers.training.fsdp import reshard
+from dapo.workers.training.lora import _fill, base_name, is_adapter
 from tests.support.training.plain_reference import (
     LENGTHS,
     checksum,
@@ -39,10 +43,6 @@ from tests.support.training.plain_reference import (
     update_here,
 )
 from tests.support.training.plain_update import plain_update
-from workers.actor import ActorWorker, split_batch
-from workers.training.collective_errors import FilesError
-from workers.training.fsdp import reshard
-from workers.training.lora import _fill, base_name, is_adapter
 
 RANK, ALPHA = 3, 12.0  # two ranks hold unequal parts of A
 TARGETS = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dapo.config.actor import LoraConfig
+from dapo.workers.training.lora import add_adapters, base_name, init_adapters, is_adapter, merged
 from tests.support.training.model_families import FAMILIES, save_model
 from tests.support.training.plain_reference import reference
-from workers.training.lora import add_adapters, base_name, init_adapters, is_adapter, merged
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from dapo.config.actor import LoraConfig
 from dapo.config.algorithm import AlgorithmConfig, ClipCovConfig, KLConfig, KlCovConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from dapo.workers.actor import ActorPool, RankWork, split_batch
+from dapo.workers.training.lora import add_adapters, is_adapter
 from tests.support.training.model_families import FAMILIES, save_model
 from tests.support.training.plain_experts import plain_mixture, with_random_experts
 from tests.support.training.plain_reference import (
@@ -35,8 +37,6 @@ from tests.support.training.plain_reference import (
     update,
 )
 from tests.support.training.plain_update import assert_update, mismatched
-from workers.actor import ActorPool, RankWork, split_batch
-from workers.training.lora import add_adapters, is_adapter
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -137,7 +137,7 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> tu
 
     The optimizer's own step is left out: the gradient is what parity is about.
     """
-    from workers.training.forward import logprobs
+    from dapo.workers.training.forward import logprobs
 
     whole = dict(logprobs.LOGITS_CHUNK_ELEMENTS)
     logprobs.LOGITS_CHUNK_ELEMENTS["cpu"] = chunk_elements

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from workers.training.processes import RankProcess, _own_space, _start_of, end_here
+from dapo.workers.training.processes import RankProcess, _own_space, _start_of, end_here
 
 
 @pytest.fixture

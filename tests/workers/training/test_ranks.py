@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from dapo.pools import ActorsLost
-from workers.remote import RemoteError
-from workers.training import ranks as module
-from workers.training.collective_errors import FilesError
-from workers.training.ranks import Ranks
-from workers.training.update_metrics import WeightParityError
+from dapo.workers.remote import RemoteError
+from dapo.workers.training import ranks as module
+from dapo.workers.training.collective_errors import FilesError
+from dapo.workers.training.ranks import Ranks
+from dapo.workers.training.update_metrics import WeightParityError
 
 DEAD = "while waiting for actor rank 1: ActorDiedError: its process died"
 SILENT = "silent"

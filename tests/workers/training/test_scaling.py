@@ -13,6 +13,10 @@ from torch import nn
 
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from dapo.workers.actor import ActorWorker, split_batch
+from dapo.workers.training import update as update_module
+from dapo.workers.training.optimizer import FIRST, FLOOR, LossScale
+from dapo.workers.training.update import NonFiniteError, Updater
 from tests.support.report.reference import undocumented
 from tests.support.training.plain_reference import (
     LENGTHS,
@@ -31,10 +35,6 @@ from tests.support.training.plain_reference import (
     update,
     update_here,
 )
-from workers.actor import ActorWorker, split_batch
-from workers.training import update as update_module
-from workers.training.optimizer import FIRST, FLOOR, LossScale
-from workers.training.update import NonFiniteError, Updater
 
 LOW = 2.0**10  # with which no gradient of this model overflows
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from workers import actor
-from workers.actor import BESIDE, ActorPool
+from dapo.workers import actor
+from dapo.workers.actor import BESIDE, ActorPool
 
 
 async def at_once() -> None: ...

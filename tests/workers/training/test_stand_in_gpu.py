@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dapo.workers.training.optimizer import _pinned
 from tests.support.training.stand_in_gpu import CASES, NAME
-from workers.training.optimizer import _pinned
 
 
 def test_on_a_gpu_a_rank_updates_and_gathers_weights_without_mixing_devices(model_dir: Path) -> None:

@@ -22,6 +22,10 @@ from dapo.config.algorithm import (
 )
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from dapo.workers.actor import ActorWorker, RankWork
+from dapo.workers.training.collective_errors import Refused
+from dapo.workers.training.update import NonFiniteError, dice
+from dapo.workers.training.update_metrics import WeightParityError
 from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
@@ -35,10 +39,6 @@ from tests.support.training.plain_reference import (
     update_here,
 )
 from tests.support.training.plain_update import assert_update, mismatched
-from workers.actor import ActorWorker, RankWork
-from workers.training.collective_errors import Refused
-from workers.training.update import NonFiniteError, dice
-from workers.training.update_metrics import WeightParityError
 
 KL = KLConfig(estimator="k3", loss_coeff=0.2)
 ENGINES = {"rollout_correction": RolloutCorrectionConfig(use_rollout_logprobs=True)}

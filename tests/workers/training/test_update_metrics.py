@@ -7,8 +7,8 @@ from dapo.config.facts.model_shape import read_shape
 from dapo.ground.usage import RankUse
 from dapo.tools.bench.setting import random_batch
 from dapo.types import TrainBatch
+from dapo.workers.training.update_metrics import begin_use, end_use, model_flops, rank_metrics
 from tests.support.report.reference import undocumented
-from workers.training.update_metrics import begin_use, end_use, model_flops, rank_metrics
 
 SHAPE = read_shape("Qwen/Qwen2.5-7B")
 H200 = RankUse(resident_bytes=10, device="NVIDIA H200", gpu_peak_bytes=70)

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.turns.protocol import Ask, Generated, Step
 from dapo.types import Request, Response, Sampling
+from dapo.workers.engines.worker import Start
+from dapo.workers.trajectories import TrajectoryPool
+from dapo.workers.turns import TurnFleet
 from tests.support.fakes import make_prompt
-from workers.engines.worker import Start
-from workers.trajectories import TrajectoryPool
-from workers.turns import TurnFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 

@@ -15,15 +15,15 @@ from dapo.config.sampling import RolloutFunctionConfig
 from dapo.driver.fleet import create_functions, start_functions
 from dapo.turns.protocol import Ask, Generated, Queued, Step, Trajectory
 from dapo.types import Sampling
+from dapo.workers.remote import RemoteError
+from dapo.workers.supervise import START_ATTEMPTS
+from dapo.workers.turns import TurnFleet, TurnLost, TurnWorker
 from tests.support.fakes import make_prompt
-from workers.remote import RemoteError
-from workers.supervise import START_ATTEMPTS
-from workers.turns import TurnFleet, TurnLost, TurnWorker
 
 
 @pytest.fixture(autouse=True)
 def _no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.supervise._kill", lambda handle: None)
+    monkeypatch.setattr("dapo.workers.supervise._kill", lambda handle: None)
 
 
 def actors(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:

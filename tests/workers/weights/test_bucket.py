@@ -6,12 +6,12 @@ import weakref
 import pytest
 import torch
 
-from workers.rendezvous import find_store, serve_store
-from workers.weights import bucket as weight_bucket
-from workers.weights.bucket import digest, plan_buckets
-from workers.weights.group import WeightGroup
-from workers.weights.memory import open_shared
-from workers.weights.sender import WeightSender, make_transport
+from dapo.workers.rendezvous import find_store, serve_store
+from dapo.workers.weights import bucket as weight_bucket
+from dapo.workers.weights.bucket import digest, plan_buckets
+from dapo.workers.weights.group import WeightGroup
+from dapo.workers.weights.memory import open_shared
+from dapo.workers.weights.sender import WeightSender, make_transport
 
 CPU = torch.device("cpu")
 SHAPES = [("embedding", (50, 8)), ("q", (8, 8)), ("k", (3, 8)), ("norm", (7,)), ("up", (24, 8)), ("scalar", ())]

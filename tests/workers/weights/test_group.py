@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workers.rendezvous import find_store, serve_store
-from workers.weights.group import BLOCKING_WAIT, WeightGroup
-from workers.weights.sender import GroupTransport, WeightSender
+from dapo.workers.rendezvous import find_store, serve_store
+from dapo.workers.weights.group import BLOCKING_WAIT, WeightGroup
+from dapo.workers.weights.sender import GroupTransport, WeightSender
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG_S = 60.0  # the group's own deadline, which nothing here may wait for

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from dapo.workers.engines.life import LifeSigns
+from dapo.workers.engines.worker import RolloutWorker
+from dapo.workers.remote import WorkerLost
+from dapo.workers.weights.bucket import Bucket, digest, plan_buckets
 from tests.support.weights.recorder import in_loop
-from workers.engines.life import LifeSigns
-from workers.engines.worker import RolloutWorker
-from workers.remote import WorkerLost
-from workers.weights.bucket import Bucket, digest, plan_buckets
 
 WIDTH = 4
 
@@ -46,7 +46,7 @@ def receiver():
     """The module, which at its import lets the process end with its parent."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("dapo.sandbox.kernel.die_with", lambda pid: None)
-        import workers.weights.receiver as module
+        import dapo.workers.weights.receiver as module
 
         for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
             monkeypatch.setattr(module, name, lambda *model: None)

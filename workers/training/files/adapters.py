@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from workers.training.collective_errors import OwnWork
-from workers.training.fsdp import shard_sums
-from workers.training.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adapter, peft_layer
+from dapo.workers.training.collective_errors import OwnWork
+from dapo.workers.training.fsdp import shard_sums
+from dapo.workers.training.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adapter, peft_layer
 
 IDENTITY_FILE = "lora.json"
 

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dapo.config.actor import ModelConfig
-from workers.training.files.naming import MAX_NAMES_SHOWN, Part, whole
-from workers.training.forward.attention import implementation
+from dapo.workers.training.files.naming import MAX_NAMES_SHOWN, Part, whole
+from dapo.workers.training.forward.attention import implementation
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

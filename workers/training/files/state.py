@@ -34,8 +34,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config.actor import ModelConfig
 from dapo.state.manifest import DIGESTS, leave_digests
-from workers.training.collective_errors import FilesError, OwnWork, files_error
-from workers.training.files.adapters import (
+from dapo.workers.training.collective_errors import FilesError, OwnWork, files_error
+from dapo.workers.training.files.adapters import (
     IDENTITY_FILE,
     check_identity,
     gather_adapters,
@@ -43,12 +43,12 @@ from workers.training.files.adapters import (
     save_adapter_config,
     save_identity,
 )
-from workers.training.files.loading import INDEX_FILE
-from workers.training.forward.policy import PackedPolicy
-from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
-from workers.training.lora import has_adapters
-from workers.training.mesh import Mesh
-from workers.training.optimizer import LossScale
+from dapo.workers.training.files.loading import INDEX_FILE
+from dapo.workers.training.forward.policy import PackedPolicy
+from dapo.workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
+from dapo.workers.training.lora import has_adapters
+from dapo.workers.training.mesh import Mesh
+from dapo.workers.training.optimizer import LossScale
 
 EXPORT_FILE_BYTES = 4 << 30
 ADAPTER_FOLDER = "adapter"  # next to the model, transformers would apply the adapters again

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from dapo.config.rules.model import MASKLESS, OTHER, why_not_packed
-from workers.training.forward.ulysses import gather_heads, scatter_heads
+from dapo.workers.training.forward.ulysses import gather_heads, scatter_heads
 
 PACKED_ATTENTION = "dapo_packed"
 _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.packing import worth_sharing
 from dapo.types import Experts, TrainSequence
-from workers.training.forward.attention import Segments, SharedPrompts
-from workers.training.forward.experts import OWN, take_experts
-from workers.training.forward.logprobs import token_logprobs
-from workers.training.forward.ulysses import gather_rows
-from workers.training.mesh import SequenceParallel
+from dapo.workers.training.forward.attention import Segments, SharedPrompts
+from dapo.workers.training.forward.experts import OWN, take_experts
+from dapo.workers.training.forward.logprobs import token_logprobs
+from dapo.workers.training.forward.ulysses import gather_rows
+from dapo.workers.training.mesh import SequenceParallel
 
 ALONE = SequenceParallel()
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from dapo.config.actor import ModelConfig
-from workers.training.files.loading import load_buffers, load_parameters, meta_model
+from dapo.workers.training.files.loading import load_buffers, load_parameters, meta_model
 
 
 def load(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
 
 from dapo.config.actor import ModelConfig
+from dapo.workers.training.files import naming
+from dapo.workers.training.files.loading import load_parameters, meta_model
+from dapo.workers.training.files.naming import FileNames, Part
 from tests.support.training.model_families import FAMILIES, save_model
-from workers.training.files import naming
-from workers.training.files.loading import load_parameters, meta_model
-from workers.training.files.naming import FileNames, Part
 
 
 def made(name: str, directory: Path) -> PreTrainedModel:

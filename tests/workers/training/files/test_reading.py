@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from workers.training.files.state import Planner, Reader
+from dapo.workers.training.files.state import Planner, Reader
 
 
 class Command:

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from workers.training.forward.attention import Segments, implementation, packed_attention, why_unpackable
+from dapo.workers.training.forward.attention import Segments, implementation, packed_attention, why_unpackable
 
 SIZES = {
     "hidden_size": 32,

@@ -10,6 +10,7 @@ import torch
 
 from dapo.algorithm.mismatch import Variant
 from dapo.types import TrainSequence
+from dapo.workers.actor import ActorWorker, split_batch
 from tests.support.training.model_families import FAMILIES, save_model
 from tests.support.training.plain_experts import plain_mixture, with_random_experts
 from tests.support.training.plain_reference import (
@@ -24,7 +25,6 @@ from tests.support.training.plain_reference import (
     reference,
     train_batch,
 )
-from workers.actor import ActorWorker, split_batch
 
 LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (8, 4), (8, 1), (8, 3))  # the last three share a prompt
 MIXTURES = {name: family for name, family in FAMILIES.items() if "num_experts" in family.keys and not family.refused}

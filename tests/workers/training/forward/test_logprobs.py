@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import workers.training.forward.logprobs
-from workers.training.forward.logprobs import token_logprobs
+import dapo.workers.training.forward.logprobs
+from dapo.workers.training.forward.logprobs import token_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 33, 12, 101
 
 
 def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setitem(workers.training.forward.logprobs.LOGITS_CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(dapo.workers.training.forward.logprobs.LOGITS_CHUNK_ELEMENTS, "cpu", elements)
 
 
 def plain(

@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo.types import TrainSequence
-from workers.training.forward.attention import PACKED_ATTENTION
-from workers.training.forward.policy import PackedPolicy, collate
+from dapo.workers.training.forward.attention import PACKED_ATTENTION
+from dapo.workers.training.forward.policy import PackedPolicy, collate
 
 CPU = torch.device("cpu")
 

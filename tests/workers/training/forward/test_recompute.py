@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dapo.config.actor import GRADIENT_CHECKPOINTING
-from workers.training.forward.attention import Segments, implementation
-from workers.training.forward.recompute import checkpoint_activations
+from dapo.workers.training.forward.attention import Segments, implementation
+from dapo.workers.training.forward.recompute import checkpoint_activations
 
 LAYERS, PRODUCTS = 3, 7  # q, k, v, o, gate, up, down
 LENGTHS = (50, 14)
