@@ -22,7 +22,7 @@ torch_index=https://download.pytorch.org/whl/cpu # the one place that names it; 
 disk_gib=4 size="2.4 GB, one to three minutes" versions="3.11 or 3.12" candidates=(python3.12 python3.11 python3)
 memory_gib=6
 if [[ $build == gpu ]]; then
-  disk_gib=16 size="12 GB" versions=3.12 candidates=(python3.12 python3)
+  disk_gib=16 size="9.4 GB, about five minutes" versions=3.12 candidates=(python3.12 python3)
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
