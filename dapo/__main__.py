@@ -4,7 +4,7 @@ import difflib
 import runpy
 import sys
 
-from dapo import __version__
+import dapo
 from dapo.ground.uncaught import install
 
 COMMANDS = {
@@ -33,7 +33,7 @@ def main() -> None:
         print("\n".join(f"  {command:10} {what}" for command, (_, what) in COMMANDS.items()))
         print("\n`dapo COMMAND --help` says what it takes.")
     elif name == "--version":
-        print(f"dapo {__version__}")
+        print(f"dapo {dapo.__version__}")
     elif name in COMMANDS:
         sys.argv = [f"dapo {name}", *rest]
         runpy.run_module(f"dapo.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)

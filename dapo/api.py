@@ -89,7 +89,7 @@ class Run:
         return curves.read_bytes() if curves.is_file() else None
 
 
-def train(experiment: str | None = None, *, reward: Reward | Sequence[Reward] | None = None, **overrides: Any) -> Run:
+def train(experiment: str | None = None, *, reward: Reward | list[Reward] | None = None, **overrides: Any) -> Run:
     """Trains, or continues, as `dapo train EXPERIMENT KEY=VALUE ...` does, and returns the run.
 
     reward: a function with `compute_score`'s parameters, a path or name as in `reward.functions[].path`, or a mapping
@@ -101,9 +101,8 @@ def train(experiment: str | None = None, *, reward: Reward | Sequence[Reward] | 
     arguments = _arguments(overrides)
     cfg = compose(arguments, experiment)
     if reward is not None:
-        several = isinstance(reward, Sequence) and not isinstance(reward, str)
         folder = Path(cfg.trainer.output_dir).expanduser().absolute().parent / "functions"
-        entries = [_entry(one, folder) for one in (reward if several else [reward])]
+        entries = [_entry(one, folder) for one in (reward if isinstance(reward, list | tuple) else [reward])]
         arguments += _arguments({"reward.functions": entries})
         cfg = compose(arguments, experiment)
     _execute("dapo.main_ppo", arguments, experiment)
