@@ -22,6 +22,7 @@ sqlite3 outputs/dapo_tiny/{DATABASE} "SELECT fate, count(*) FROM groups WHERE st
 ```python
 pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("outputs/dapo_tiny/{DATABASE}"))
 ```
+
 - A step is written in one transaction after its update: all of it or nothing.
 - A run that continues from a checkpoint deletes later steps; `runs` and `events` keep everything. Groups that were
   generated and not used up are not here: see `returned`, `steps.lost_tokens` and the metrics `ledger/wasted_*`.
