@@ -36,14 +36,21 @@ if ((rank > 0)); then
   exit 0
 fi
 
-"${start[@]}" --head --node-ip-address="$head" --port="$port" --ray-client-server-port=20001 --dashboard-host=127.0.0.1 --no-monitor
+"${start[@]}" --head --node-ip-address="$head" --port="$port" --ray-client-server-port=20001 --dashboard-host=127.0.0.1 \
+  --no-monitor --block &
+node=$! driver=''
+trap 'kill -TERM $driver 2>/dev/null || true' TERM INT
+until head_answers; do
+  kill -0 "$node" 2>/dev/null || { echo "each_node.sh: the head ended; its last lines stand above" >&2 && exit 1; }
+  sleep 1
+done
 RAY_ADDRESS=$head:$port "$python" -m dapo.doctor --run trainer.nodes_timeout_s="$ready_s" "$@" &
 driver=$!
-trap 'kill -TERM "$driver" 2>/dev/null || true' TERM INT
 while true; do # `wait` also ends at a signal
   code=0
   wait "$driver" || code=$?
   kill -0 "$driver" 2>/dev/null || break
 done
-"${ray[@]}" stop || true
+kill -TERM "$node" 2>/dev/null || true # not `ray stop`, which would end SkyPilot's Ray too
+wait "$node" || true
 exit "$code"

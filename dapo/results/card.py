@@ -7,7 +7,8 @@ The card is no part of the sealed checkpoint: it is written after it, and again 
 import importlib.metadata
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,15 +96,20 @@ def _on_hub(inputs: Mapping[str, str], section: str) -> Iterator[str]:
 def _result(one: Accuracy, inputs: Mapping[str, str]) -> Any:
     from huggingface_hub import EvalResult
 
-    set = one.set.partition("/")[0]
-    key = "data.val_files" + (f".{set}" if set else "")
-    kind = next(_on_hub(inputs, f"{key}["), one.set or "held-out")
-    value = round(one.last.value, 4)
-    names = {"dataset_name": one.set or "held-out", "task_name": "Text Generation", "metric_name": "mean accuracy"}
-    return EvalResult("text-generation", dataset_type=kind, metric_type="accuracy", metric_value=value, **names)
+    name = one.set or "held-out"
+    files = "data.val_files" + (f".{one.set.partition('/')[0]}" if one.set else "")
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Text Generation",
+        dataset_type=next(_on_hub(inputs, f"{files}["), name),
+        dataset_name=name,
+        metric_type="accuracy",
+        metric_name="mean accuracy",
+        metric_value=round(one.last.value, 4),
+    )
 
 
-def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
@@ -114,7 +120,7 @@ def _trained(run: Run, found: Results, step: int, experiment: str) -> Iterator[t
         yield f"`{key}`", _without_folder(text)
     yield "reward functions", ", ".join(f"`{path}`" for path in _rewards(run.config))
     yield "steps", f"{step} of {found.total_steps}"
-    if found.tokens_generated is not None:
+    if found.tokens_trained is not None:
         yield "tokens", f"{found.tokens_generated:,} generated, {found.tokens_trained:,} of them trained on"
     yield "software", ", ".join(_software())
 
@@ -132,13 +138,11 @@ def _rewards(config: Mapping[str, Any]) -> list[str]:
 
 
 def _software() -> Iterator[str]:
-    from dapo import __file__ as ours
-
-    root = Path(ours).parents[1]
-    commit = ""
+    root, commit = Path(__file__).resolve().parents[2], ""
     if (root / ".git").exists():
-        asked = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-        commit = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):  # git is not installed
+            commit = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     yield f"dapo {_version('dapo-rl')}" + (f" (commit {commit})" if commit else "")
     yield from (f"{name} {version}" for name in PACKAGES if (version := _version(name)))
 

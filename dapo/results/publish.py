@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -30,17 +30,12 @@ MAX_CHARS = 300  # of what a failed push printed
 @contextmanager
 def published(run: RunDirectory, cfg: Config, experiment: str) -> Iterator[None]:
     """Describes each checkpoint that is saved in the block, and begins its push unless one is under way. At the end of
-    the block, describes those that are kept again, with evaluations that have ended since, and pushes the newest; if
-    the block raises, ends the push under way. experiment: its name, "" if unknown."""
+    the block pushes the newest; if the block raises, ends the push under way. experiment: its name, "" if unknown."""
     repository = cfg.checkpoint.push_to_hub
     pushes = Pushes(repository, cfg.checkpoint.timeout_s)
 
-    def describe(checkpoint: Path) -> None:
-        write_card(run.path, checkpoint, repository=repository, experiment=experiment)
-
     def saved(checkpoint: Path) -> None:
-        with _only_a_warning(checkpoint):
-            describe(checkpoint)
+        _describe(run, repository, experiment)
         if step_of(checkpoint) < cfg.trainer.total_steps:
             pushes.begin(checkpoint)
 
@@ -49,31 +44,27 @@ def published(run: RunDirectory, cfg: Config, experiment: str) -> Iterator[None]
         yield
         ended = True
     finally:
-        newest = _described_again(run, describe)
-        pushes.end(newest, wait=ended)
+        pushes.end(_describe(run, repository, experiment, curves=True), wait=ended)
 
 
-@contextmanager
-def _only_a_warning(checkpoint: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever a disk, a library or a damaged file raises
-        warn(f"{checkpoint / EXPORT} has no model card of now: {type(error).__name__}: {error}")
-
-
-def _described_again(run: RunDirectory, describe: Callable[[Path], None]) -> Path | None:
-    """Returns the newest checkpoint; None if there is none, or if another run owns the directory."""
+def _describe(run: RunDirectory, repository: str, experiment: str, *, curves: bool = False) -> Path | None:
+    """Writes the cards of the two newest checkpoints: the policy of the earlier one may have been evaluated since.
+    Returns the newest; None if there is none, or if another run owns the directory. curves: whether those of the run
+    are up to the newest."""
+    newest = None
     try:
         run.check()
+        kept = [run.checkpoints / f"step_{step:06d}" for step in sorted(run.store.steps())[-2:]]
+        newest = kept[-1] if kept else None
+        if curves and newest and (newest / EXPORT).is_dir() and (run.path / CURVES).is_file():
+            shutil.copyfile(run.path / CURVES, newest / EXPORT / CURVE)
+        for checkpoint in kept:
+            write_card(run.path, checkpoint, repository=repository, experiment=experiment)
     except LeaseLost:
         return None
-    kept = sorted((run.checkpoints / f"step_{step:06d}" for step in run.store.steps()), key=step_of)
-    for checkpoint in kept:
-        with _only_a_warning(checkpoint):
-            if checkpoint == kept[-1] and (run.path / CURVES).is_file() and (checkpoint / EXPORT).is_dir():
-                shutil.copyfile(run.path / CURVES, checkpoint / EXPORT / CURVE)
-            describe(checkpoint)
-    return kept[-1] if kept else None
+    except Exception as error:  # whatever a disk, a library or a damaged file raises
+        warn(f"the model cards of {run.checkpoints} are not complete: {type(error).__name__}: {error}")
+    return newest
 
 
 class Pushes:

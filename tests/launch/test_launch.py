@@ -84,9 +84,8 @@ def test_launch_and_docker_name_only_experiments_that_exist() -> None:
 
 PYTHON = r"""
 case "$*" in
-  *" start "*--head*) echo "$*" >head ;;
+  *" start "*--head*) echo "$*" >head; trap 'touch stopped; exit 0' TERM; while true; do sleep 0.05; done ;;
   *" start "*) echo "$*" >worker; rm -f head.answers ;;
-  *" stop") echo "$*" >stop ;;
   *dapo.doctor*)
     trap 'exit 85' TERM; echo "$RAY_ADDRESS $*" >run; touch ready
     until [[ -e end ]]; do sleep 0.05; done; exit 3 ;;
@@ -117,11 +116,12 @@ def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, signalled: bool,
         assert node.wait(60) == code
     run = (tmp_path / "run").read_text()
     assert run.startswith("10.0.0.1:20379 -m dapo.doctor --run trainer.nodes_timeout_s=900 +experiment=dapo_tiny a=b c")
-    assert "--node-ip-address=10.0.0.1 --port=20379" in (tmp_path / "head").read_text() and (tmp_path / "stop").exists()
+    assert (
+        "--node-ip-address=10.0.0.1 --port=20379" in (tmp_path / "head").read_text() and (tmp_path / "stopped").exists()
+    )
 
 
 def test_another_node_is_there_until_the_head_ends(tmp_path: Path) -> None:
-    """`timeout` stands for whether the head answers."""
     python = fake(tmp_path, "python", PYTHON)
     fake(tmp_path, "bin/timeout", "[[ -e head.answers ]]")
     (tmp_path / "head.answers").touch()

@@ -171,7 +171,7 @@ def test_a_card_that_cannot_be_written_is_a_warning(
     monkeypatch.setattr(publish, "write_card", lambda *_, **__: 1 / 0)
     with published(run, Config(), ""):
         saved(run, 1)
-    assert "has no model card of now: ZeroDivisionError" in capsys.readouterr().err
+    assert "checkpoints are not complete: ZeroDivisionError" in capsys.readouterr().err
     verify(run.checkpoints / "step_000001")
     run.release()
 
