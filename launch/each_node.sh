@@ -39,7 +39,7 @@ fi
 "${start[@]}" --head --node-ip-address="$head" --port="$port" --ray-client-server-port=20001 --dashboard-host=127.0.0.1 \
   --no-monitor --block &
 node=$! driver=''
-trap 'kill -TERM $driver 2>/dev/null || true' TERM INT
+trap 'kill -TERM "${driver:-$node}" 2>/dev/null || true' TERM INT # the driver saves, and ends with 85
 until head_answers; do
   kill -0 "$node" 2>/dev/null || { echo "each_node.sh: the head ended; its last lines stand above" >&2 && exit 1; }
   sleep 1
