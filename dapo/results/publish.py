@@ -87,8 +87,8 @@ class Pushes:
         # `dapo.config.facts.hub.unreachable` may have set HF_HUB_OFFLINE; one that the user has set was refused.
         env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "NO_COLOR": "1"}
-        output = tempfile.TemporaryFile()
         try:
+            output = tempfile.TemporaryFile()
             child = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
