@@ -48,6 +48,13 @@ class CheckpointConfig:
         0, 3, "newest checkpoints kept", "; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
     )
     hf_export: bool = key(True, "write the model for Hugging Face too, in `hf/`")
+    push_to_hub: str = key(
+        "",
+        "OWNER/NAME on the hub that gets `hf/`; a new one is private; needs HF_TOKEN or `hf auth login`",
+        values="empty, or OWNER/NAME",
+        holds=lambda value: not value or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value) is not None,
+        trl="push_to_hub, hub_model_id",
+    )
     async_save: bool = key(
         False,
         "write while training continues, from a copy in host memory",
