@@ -1,4 +1,5 @@
-"""Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`.
+"""Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`, or what some keys or
+sections are: `python -m dapo.config KEY ...`.
 
 Reads the configuration's fields and the experiment files; prints tables of key, default, meaning, allowed values, and
 the corresponding names in verl and TRL.
@@ -6,12 +7,13 @@ the corresponding names in verl and TRL.
 
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from dapo.config.fields import MISSING, Key, keys
-from dapo.config.names import experiments
+from dapo.config.names import experiments, hint
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 
@@ -36,7 +38,28 @@ TABLE = "| key | default | meaning | values | verl | TRL |\n|---|---|---|---|---
 
 
 def main() -> None:
-    print(reference(), end="")
+    """`KEY ...` prints the keys of these names, or of these sections."""
+    names = sys.argv[1:]
+    if {"-h", "--help"} & {*names}:
+        print("python -m dapo.config [KEY ...]: what a key or the keys of a section mean; without: the table of all keys")
+    elif names:
+        print("\n\n".join(map(about, names)))
+    else:
+        print(reference(), end="")
+
+
+def about(name: str) -> str:
+    """Returns default, meaning and allowed values of a key, or of each key of a section. Exits for an unknown name."""
+    found = [one for one in keys(PlannedConfig) if f"{one.name}.".startswith(f"{name}.") or one.name.startswith(f"{name}[")]
+    if not found:
+        sys.exit(f"dapo.config: unknown key `{name}`; {hint(name, plan=True)}")
+    return "\n\n".join(_text(one) for one in found)
+
+
+def _text(one: Key) -> str:
+    also = [f"in {system}: {names}" for system, names in (("verl", one.about.verl), ("TRL", one.about.trl)) if names]
+    values = [f"values: {one.about.values}"] if one.about.values else []
+    return "\n    ".join([f"{one.name} (default: {_default(one.default).strip('`')})", one.about.text, *values, *also])
 
 
 def reference() -> str:

@@ -105,8 +105,15 @@ def _by_hydra(overrides: list[str]) -> DictConfig:
 
 
 def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
-    """Returns the typed, checked configuration. Raises ValueError where a value is missing, has the wrong type, or is
-    refused by `dapo.config.checks`."""
+    """Returns the typed, checked configuration. Raises ValueError as `typed` does, and for what `dapo.config.checks`
+    refuses."""
+    cfg = typed(tree, plan=plan)
+    validate(cfg, trains=trains)
+    return cfg
+
+
+def typed(tree: DictConfig, *, plan: bool = False) -> Config:
+    """Returns the typed configuration. Raises ValueError where a value is missing or has the wrong type."""
     if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
         tree.data.train_files = []
     try:
@@ -116,10 +123,8 @@ def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> C
             names = ", ".join(f"`{key}`" for key in missing)
             raise ValueError(f"no value for {names}; give one, or take a +experiment=NAME") from None
         raise ValueError(f"configuration: {error}") from error
-    if not plan:
-        cfg = Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
-    validate(cfg, trains=trains)
-    return cfg
+    made: Config = cfg
+    return made if plan else Config(**{one.name: getattr(cfg, one.name) for one in dataclasses.fields(Config)})
 
 
 def half_flags(arguments: Iterable[str]) -> list[str]:

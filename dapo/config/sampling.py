@@ -29,7 +29,7 @@ class SourceConfig:
     val_files: list[str] = key([], "its held-out set: as one of that name in `data.val_files`, read and scored as here")
     weight: float = positive(1.0, "its share of the draws, next to the other weights")
     format: str = one_of(FORMATS, "auto", "as `data.format`")
-    system_prompt: str = key("", "first message of each prompt, in place of the rows' own; empty: as the rows have it")
+    system_prompt: str = key("", "as `data.system_prompt`, for this source; empty: that one")
     max_response_length: int = at_least(
         0, 0, "tokens, at most `data.max_response_length`; a longer response is truncated; 0: the same"
     )
@@ -88,6 +88,10 @@ class DataConfig:
         "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `qa` (question; the "
         "same as `trl`), `math` (problem; answer, or the last box of solution); `auto` tells by their names",
     )
+    system_prompt: str = key(
+        "",
+        "first message of each prompt, in training and evaluation, in place of the rows' own; empty: as the rows have it",
+    )
     chat_template_kwargs: dict[str, Any] = key(
         {},
         "what the chat template reads beside messages, in training, evaluation and all turns of a rollout function: "
@@ -132,6 +136,13 @@ class DataConfig:
     max_contradictory: float = key(
         0.1,
         "prompts that may be left out because the files give them ground truths that disagree; more are an error",
+        values="a share of the distinct prompts, 0 to 1",
+        holds=lambda value: 0 <= value <= 1,
+        resume="harmless",
+    )
+    max_too_long: float = key(
+        0.1,
+        "prompts that may be left out because they are longer than `data.max_prompt_length`; more are an error",
         values="a share of the distinct prompts, 0 to 1",
         holds=lambda value: 0 <= value <= 1,
         resume="harmless",
