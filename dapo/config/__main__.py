@@ -41,7 +41,9 @@ def main() -> None:
     """`KEY ...` prints the keys of these names, or of these sections."""
     names = sys.argv[1:]
     if {"-h", "--help"} & {*names}:
-        print("python -m dapo.config [KEY ...]: what a key or the keys of a section mean; without: the table of all keys")
+        print(
+            "python -m dapo.config [KEY ...]: what a key or the keys of a section mean; without: the table of all keys"
+        )
     elif names:
         print("\n\n".join(map(about, names)))
     else:
@@ -50,7 +52,9 @@ def main() -> None:
 
 def about(name: str) -> str:
     """Returns default, meaning and allowed values of a key, or of each key of a section. Exits for an unknown name."""
-    found = [one for one in keys(PlannedConfig) if f"{one.name}.".startswith(f"{name}.") or one.name.startswith(f"{name}[")]
+    found = [
+        one for one in keys(PlannedConfig) if f"{one.name}.".startswith(f"{name}.") or one.name.startswith(f"{name}[")
+    ]
     if not found:
         sys.exit(f"dapo.config: unknown key `{name}`; {hint(name, plan=True)}")
     return "\n\n".join(_text(one) for one in found)

@@ -110,9 +110,7 @@ def check_rows(files: Sequence[str], *, max_contradictory: float, key: str, read
         _without_contradictions(distinct, max_contradictory, key)
 
 
-def _distinct(
-    files: Sequence[str], key: str, reading: Reading, most: float = math.inf
-) -> tuple[int, list[_Problem]]:
+def _distinct(files: Sequence[str], key: str, reading: Reading, most: float = math.inf) -> tuple[int, list[_Problem]]:
     if not files:
         raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
     rows = 0

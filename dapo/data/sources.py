@@ -49,9 +49,7 @@ def held_out_files(data: DataConfig) -> Iterator[Files]:
 
 
 def _plain(data: DataConfig) -> Reading:
-    return Reading(
-        format=data.format, system_prompt=data.system_prompt, template_kwargs=data.chat_template_kwargs
-    )
+    return Reading(format=data.format, system_prompt=data.system_prompt, template_kwargs=data.chat_template_kwargs)
 
 
 def _reading(source: SourceConfig, data: DataConfig) -> Reading:

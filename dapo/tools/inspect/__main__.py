@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
     program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
     program.set_defaults(show=steps, last=20)
-    questions = program.add_subparsers(parser_class=argparse.ArgumentParser, dest="question", metavar="QUESTION", help="default: steps")
+    questions = program.add_subparsers(
+        parser_class=argparse.ArgumentParser, dest="question", metavar="QUESTION", help="default: steps"
+    )
 
     def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
         added = questions.add_parser(name, help=what, description=f"Shows {what}.")
