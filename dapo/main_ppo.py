@@ -29,7 +29,6 @@ from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
-
 HELP = """\
 python -m dapo.main_ppo [EXPERIMENT] [KEY=VALUE ...]
 

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import json
+import logging
 import re
 import shlex
 import typing
@@ -31,7 +32,6 @@ from dapo.config.plan import PlannedConfig
 from dapo.config.reward import RewardFunctionConfig
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
-from dapo.ground.console import warn
 
 FLAGS = (  # Hydra's; argparse also accepts their prefixes
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
@@ -49,6 +49,8 @@ EXAMPLES: dict[Any, str] = {  # items of lists, and mappings by their keys
     SourceConfig: "{name: mine, files: [mine.parquet]}",
 }
 SWITCHED_ON = {"logging.wandb": "{project: dapo}", "logging.mlflow": "{experiment: dapo}"}  # what `true` means
+
+log = logging.getLogger(__name__)
 
 # Experiments may contain the `plan` section; `to_config` removes it for a run.
 ConfigStore.instance().store(name="dapo_schema", node=PlannedConfig)
@@ -171,7 +173,7 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
                 problems.append(_unreadable(argument, error, plan))
                 continue
             if (as_meant := _as_meant(override, plan)) != argument:
-                warn(f"`{argument}` is taken as `{as_meant}`")
+                log.warning("`%s` is taken as `%s`", argument, as_meant)
                 argument, override = as_meant, parser.parse_override(as_meant)
             argument = _for_hydra(argument, override)
             overrides.append(argument)

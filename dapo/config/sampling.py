@@ -90,7 +90,7 @@ class DataConfig:
     )
     system_prompt: str = key(
         "",
-        "first message of each prompt, in training and evaluation, in place of the rows' own; empty: as the rows have it",
+        "first message of each prompt, also in evaluation, in place of the rows' own; empty: as the rows have it",
     )
     chat_template_kwargs: dict[str, Any] = key(
         {},

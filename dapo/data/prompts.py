@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dapo.answers.answer import agree, read_truth
@@ -18,6 +19,7 @@ from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
 from dapo.types import Int32Array, Messages, Prompt
 
+MEASURED = 2000  # prompts tokenized before a run
 CHECKED_ROWS = 100_000  # of a file, before a run: about a second
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
 
@@ -102,12 +104,32 @@ def load_counted(
     return [(prompt, problems[i].copies) for prompt, i in zip(prompts, fitting, strict=True)], report
 
 
-def check_rows(files: Sequence[str], *, max_contradictory: float, key: str, reading: Reading) -> None:
+def check_rows(files: Sequence[str], *, max_contradictory: float, key: str, reading: Reading) -> list[str]:
     """Raises ValueError as `load_counted` does, for what shows without a tokenizer in the first `CHECKED_ROWS` rows of
-    each file. Arguments as there."""
+    each file. Arguments as there. Returns the texts of the distinct prompts."""
     rows, distinct = _distinct(files, key, reading, CHECKED_ROWS)
     if rows < CHECKED_ROWS:  # all of them: the share is not that of a part
         _without_contradictions(distinct, max_contradictory, key)
+    return ["".join([content.strip() for _, content in problem.messages]) for problem in distinct]
+
+
+def check_lengths(
+    texts: Sequence[str], tokenizer: Path, *, max_prompt_length: int, max_too_long: float, key: str
+) -> None:
+    """Raises ValueError if, of up to `MEASURED` texts, twice the share `max_too_long` are too long even without a chat
+    template. tokenizer: a tokenizer.json, read without transformers, which would load torch."""
+    from tokenizers import Tokenizer
+
+    tried = texts[:: -(-len(texts) // MEASURED)]
+    encoded = Tokenizer.from_file(str(tokenizer)).encode_batch_fast(tried, add_special_tokens=False)
+    too_long = sum(len(one.ids) > max_prompt_length for one in encoded)
+    if too_long > 2 * max_too_long * len(tried):
+        raise ValueError(
+            f"`{key}`: of {len(tried)} prompts {too_long} are longer than `data.max_prompt_length` "
+            f"({max_prompt_length}), above the share `data.max_too_long` ({max_too_long}); raise the length (the "
+            f"longest has {max(len(one.ids) for one in encoded)} tokens without its chat template), or the share to "
+            "leave them out"
+        )
 
 
 def _distinct(files: Sequence[str], key: str, reading: Reading, most: float = math.inf) -> tuple[int, list[_Problem]]:

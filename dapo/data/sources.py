@@ -4,12 +4,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dapo.config.sampling import MAX_SAMPLES, DataConfig, SourceConfig
 from dapo.config.schema import Config
 from dapo.data.layouts import Reading
-from dapo.data.prompts import DataReport, check_rows, load_counted
+from dapo.data.prompts import DataReport, check_lengths, check_rows, load_counted
 from dapo.types import HeldOut, Prompt
 
 TRAIN, HELD_OUT = "data.train_files", "data.val_files"
@@ -98,9 +99,13 @@ def load_held_out(
     return loaded
 
 
-def check_files(one: Files, data: DataConfig) -> None:
-    """Raises ValueError for bad rows of local files, as far as they show without a tokenizer."""
-    check_rows(one.files, max_contradictory=data.max_contradictory, key=one.key, reading=one.reading)
+def check_files(one: Files, data: DataConfig, model: Path) -> None:
+    """Raises ValueError for bad rows of local files, and for many prompts that are too long, as far as both show
+    without transformers. model: its folder, or none."""
+    texts = check_rows(one.files, max_contradictory=data.max_contradictory, key=one.key, reading=one.reading)
+    if (tokenizer := model / "tokenizer.json").is_file():
+        lengths = {"max_prompt_length": data.max_prompt_length, "max_too_long": data.max_too_long}
+        check_lengths(texts, tokenizer, **lengths, key=one.key)
 
 
 def _load(

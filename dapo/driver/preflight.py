@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dapo.algorithm.own.loading import problems as own_problems
 from dapo.config.facts.hub import unreachable
-from dapo.config.paths import checked_data, data_parts, not_on_hub
+from dapo.config.paths import checked_data, data_parts, not_on_hub, resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from dapo.config.reward_functions import SECTION, labels, ready_name, section_of, source_functions
 from dapo.config.rules import model
@@ -121,7 +121,7 @@ def _data(cfg: Config, *, trains: bool = True) -> Iterator[str]:
                 local = False
                 yield str(error)
         if local:
-            yield from _refusal(partial(check_files, one, cfg.data))
+            yield from _refusal(partial(check_files, one, cfg.data, Path(resolve_path(cfg.model.path))))
 
 
 def _cluster(cfg: Config) -> Iterator[str]:
