@@ -30,19 +30,19 @@ from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
 HELP = """\
-python -m dapo.main_ppo [EXPERIMENT] [KEY=VALUE ...]
+dapo train [EXPERIMENT] [KEY=VALUE ...]
 
 EXPERIMENT, also as +experiment=NAME:
 {experiments}
 
-`python -m dapo.config KEY` says what a key means, config/README.md has all; engine arguments of vLLM are
+`dapo config KEY` says what a key means, config/README.md has all; engine arguments of vLLM are
 rollout.vllm.NAME.
 
 --cfg job                          print the composed configuration and stop
 --config-dir DIR +experiment=OWN   take DIR/experiment/OWN.yaml
 --hydra-help                       the other options
-python -m dapo.plan ...            memory and time that the same arguments need
-python -m dapo.doctor ...          whether machine, model and data are fit for them"""
+dapo plan ...                      memory and time that the same arguments need
+dapo doctor ...                    whether machine, model and data are fit for them"""
 
 
 def main() -> None:
