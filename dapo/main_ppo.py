@@ -94,11 +94,11 @@ def accepted(cfg: Config) -> Config:
     except ValueError as error:
         from dapo.driver.preflight import file_problems
 
-        lines = [*_machine_problems(cfg), *str(error).splitlines()]
+        values = str(error).splitlines()
+        told = [line.split("`", 2)[:2] for line in values]
+        lines = [*_machine_problems(cfg), *values]
         with suppress(Exception):  # values that are wrong may be of no use to the checks of files
-            for line in file_problems(cfg):
-                if line.split("`", 2)[:2] not in [told.split("`", 2)[:2] for told in lines]:  # one line for each key
-                    lines.append(line)
+            lines += [line for line in file_problems(cfg) if line.split("`", 2)[:2] not in told]
         raise ValueError("\n".join(lines)) from None
     return cfg
 

@@ -2,6 +2,7 @@
 sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
 
 import argparse
+import difflib
 import re
 import sqlite3
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dapo.algorithm.fate import DROPPED
-from dapo.config.names import nearest
 from dapo.report.store.reader import WHERE, Reader
 from dapo.report.store.schema import DATABASE
 from dapo.tools.inspect import findings as rules
@@ -29,8 +29,9 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 class _Program(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Names the nearest question for an unknown one."""
-        near = nearest(found[1], QUESTION.findall(message)) if (found := UNKNOWN.search(message)) else ""
-        super().error(f"{message}; {near}" if near else message)
+        found = UNKNOWN.search(message)
+        near = difflib.get_close_matches(found[1], QUESTION.findall(message), n=1) if found else []
+        super().error(f"{message}; did you mean `{near[0]}`?" if near else message)
 
 
 def parser() -> argparse.ArgumentParser:
