@@ -29,8 +29,9 @@ python -m dapo.main_ppo +experiment=dapo_tiny --cfg job                         
 
 [Hydra](https://hydra.cc) composes the defaults below, an experiment (a YAML file in `experiment/` with what differs
 from them) and the command line, in this order. Before any worker starts, unknown keys, values of a wrong type or out of
-range, and keys that do not go together are reported, all at once. Engine arguments of vLLM stand under their own names
-in `rollout.vllm`.
+range, and keys that do not go together are reported, all at once. What can mean one thing alone is taken as that, and a
+line says so: `data.train_files=a.parquet`, `logging.wandb=true`, `actor.lr=1e-6`. Engine arguments of vLLM stand under
+their own names in `rollout.vllm`.
 
 | experiment | what it is |
 |---|---|"""
