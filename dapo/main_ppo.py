@@ -96,10 +96,10 @@ def accepted(cfg: Config) -> Config:
 
         values = str(error).splitlines()
         told = [line.split("`", 2)[:2] for line in values]
-        lines = [*_machine_problems(cfg), *values]
-        with suppress(Exception):  # values that are wrong may be of no use to the checks of files
-            lines += [line for line in file_problems(cfg) if line.split("`", 2)[:2] not in told]
-        raise ValueError("\n".join(lines)) from None
+        with suppress(Exception):  # values that are wrong may be of no use to the checks of machine and files
+            values = [*_machine_problems(cfg), *values]
+            values += [line for line in file_problems(cfg) if line.split("`", 2)[:2] not in told]
+        raise ValueError("\n".join(values)) from None
     return cfg
 
 

@@ -66,7 +66,7 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     repository, config, split = data_parts(checked_data(name, key=key))
     if not Path(repository).is_dir() and (unknown := unreachable(repository, "dataset")):
         raise ValueError("; ".join(not_on_hub(key, repository, unknown, "file"))) from unknown
-    check_cache(where)
+    check_cache(repository, where)
     import datasets  # imported here because it takes 1.4 s and only this path needs it
 
     try:
@@ -89,8 +89,10 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     yield from _arrow_chunks(tables, layout, where, reading)
 
 
-def check_cache(where: str) -> None:
-    """Raises ValueError if `datasets`, which reads folders and hub data sets, cannot write its cache."""
+def check_cache(repository: str, where: str) -> None:
+    """Raises ValueError if the library `datasets` needs its cache for a folder or hub name and cannot write it."""
+    if (Path(repository) / SAVED).is_file():
+        return
     from huggingface_hub import constants
 
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")

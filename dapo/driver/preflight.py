@@ -114,7 +114,7 @@ def _data(cfg: Config, *, trains: bool = True) -> Iterator[str]:
                 repository, *_ = data_parts(checked_data(name, key=one.key))
                 local &= Path(repository).is_file()
                 if Path(repository).is_dir():
-                    check_cache(f"`{one.key}`: {name}")
+                    check_cache(repository, f"`{one.key}`: {name}")
                 elif not Path(repository).exists() and (error_there := unreachable(repository, "dataset")):
                     yield "; ".join(not_on_hub(one.key, repository, error_there, "file"))
             except ValueError as error:
