@@ -99,6 +99,7 @@ async def train(
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
     preflight(cfg)
+    await asyncio.sleep(0.001)  # hears a signal of the meantime; Ray's start, below, blocks this loop
     own = digests(cfg) | file_of_function(cfg.rollout.function)
     run_dir.check_own(own)
     if cfg.trainer.only != "both":

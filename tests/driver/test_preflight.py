@@ -1,12 +1,15 @@
 """What only trying can tell before any worker starts; tests/config/refused.tsv has the pure configuration."""
 
+import asyncio
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,10 +25,12 @@ from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig, RewardFunctionConfig
 from dapo.config.rules.model import why_not_packed
 from dapo.config.schema import Config
+from dapo.driver import run
 from dapo.driver.preflight import early_problems, preflight
 from dapo.main_ppo import accepted, launch
 from dapo.rewards.calling.loading import OWN, OWN_MODEL, load, with_judge
 from dapo.rewards.judge import problems as judge_problems
+from dapo.state.run_dir import claim_output_dir
 
 BASE = "pkg://dapo.tiny/base"
 JUDGE = "{path: judge, kwargs: {url: 'http://127.0.0.1:1/v1', model: m}}"
@@ -337,6 +342,16 @@ def test_a_cluster_that_is_not_there_is_told_before_ray_is_loaded(tmp_path: Path
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         [line] = refused(f"trainer.ray_address={address}", f"trainer.output_dir={tmp_path / 'run'}")
     assert line.startswith(f"no Ray at {address} (`trainer.ray_address`") and "refused" in line
+
+
+def test_ctrl_c_while_inputs_are_checked_is_heard_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = compose([f"trainer.output_dir={tmp_path / 'run'}"], experiment="dapo_tiny")
+    monkeypatch.setattr(run, "preflight", lambda cfg: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(run, "ray_cluster", lambda cfg: pytest.fail("Ray starts"))
+    with claim_output_dir(cfg.trainer.output_dir, "auto", asdict(cfg)) as claimed, pytest.raises(KeyboardInterrupt):
+        asyncio.run(run.train_until_signal(cfg, claimed, claimed.store, 0.0))
 
 
 def test_a_hub_that_does_not_answer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
