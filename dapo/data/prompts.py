@@ -114,7 +114,7 @@ def check_rows(files: Sequence[str], *, max_contradictory: float, key: str, read
 
 
 def check_lengths(
-    texts: Sequence[str], tokenizer: Path, *, max_prompt_length: int, max_too_long: float, key: str
+    texts: Sequence[str], tokenizer: Path, max_prompt_length: int, max_too_long: float, *, key: str
 ) -> None:
     """Raises ValueError if, of up to `MEASURED` texts, twice the share `max_too_long` are too long even without a chat
     template. tokenizer: a tokenizer.json, read without transformers, which would load torch."""

@@ -104,8 +104,8 @@ def check_files(one: Files, data: DataConfig, model: Path) -> None:
     without transformers. model: its folder, or none."""
     texts = check_rows(one.files, max_contradictory=data.max_contradictory, key=one.key, reading=one.reading)
     if (tokenizer := model / "tokenizer.json").is_file():
-        lengths = {"max_prompt_length": data.max_prompt_length, "max_too_long": data.max_too_long}
-        check_lengths(texts, tokenizer, **lengths, key=one.key)
+        limits = data.max_prompt_length, data.max_too_long
+        check_lengths(texts, tokenizer, *limits, key=one.key)
 
 
 def _load(

@@ -316,6 +316,11 @@ BAD = ["model.path=/no/model", "data.train_files=[/no/a.parquet]", "reward.funct
         ("a.jsonl", '{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+', "row 1 (counted from 0): not valid JSON"),
         ("a.jsonl", '{"prompt": "1+1=", "answer": null}', "row 0 (counted from 0): it lacks an answer"),
         ("a.jsonl", '{"prompt": "1=", "answer": 2}\n{"prompt": "1=", "answer": 3}', "1 of 1 distinct prompts have"),
+        (
+            "a.jsonl",
+            f'{{"prompt": "{"1" * 65}", "answer": 1}}',
+            "of 1 prompts 1 are longer than `data.max_prompt_length`",
+        ),
     ],
 )
 def test_rows_are_read_before_anything_heavy_is_loaded(tmp_path: Path, name: str, text: str, said: str) -> None:
