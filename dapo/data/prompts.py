@@ -19,7 +19,7 @@ from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
 from dapo.types import Int32Array, Messages, Prompt
 
-MEASURED = 2000  # prompts tokenized before a run
+MEASURED = 500  # prompts tokenized before a run
 CHECKED_ROWS = 100_000  # of a file, before a run: about a second
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
 
