@@ -10,14 +10,17 @@ import asyncio
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from textwrap import wrap
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dapo.config.checks import doubts
-from dapo.config.compose import check_shown, checked_overrides, to_config
+from dapo.config.checks import doubts, validate
+from dapo.config.compose import check_shown, checked_overrides, typed
+from dapo.config.names import experiments
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.ground.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
@@ -27,9 +30,27 @@ from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
+HELP = """\
+dapo train [EXPERIMENT] [KEY=VALUE ...]
+
+EXPERIMENT, also as +experiment=NAME:
+{experiments}
+
+`dapo config KEY` says what a key means, config/README.md has all; engine arguments of vLLM are
+rollout.vllm.NAME.
+
+--cfg job                          print the composed configuration and stop
+--config-dir DIR +experiment=OWN   take DIR/experiment/OWN.yaml
+--hydra-help                       the other options
+dapo plan ...                      memory and time that the same arguments need
+dapo doctor ...                    whether machine, model and data are fit for them"""
+
 
 def main() -> None:
     _catch()
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        say(HELP.format(experiments="\n".join(wrap(", ".join(experiments()), 110, break_on_hyphens=False))))
+        return
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
@@ -56,7 +77,7 @@ def _end(number: int, frame: object) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
 def _hydra_main(tree: DictConfig) -> None:
     try:
-        launch(to_config(tree))
+        launch(accepted(typed(tree)))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
     except TimeLimitReached as error:
@@ -65,6 +86,22 @@ def _hydra_main(tree: DictConfig) -> None:
         end("stopped by a signal; the same command continues the run", EXIT_RESUMABLE)
     except (ValueError, RuntimeError, OSError) as error:
         end(str(error))
+
+
+def accepted(cfg: Config) -> Config:
+    """Returns `cfg`. Raises ValueError with all that is wrong with its values, and with machine and files too."""
+    try:
+        validate(cfg)
+    except ValueError as error:
+        from dapo.driver.preflight import file_problems
+
+        values = str(error).splitlines()
+        told = [line.split("`", 2)[:2] for line in values]
+        with suppress(Exception):  # values that are wrong may be of no use to the checks of machine and files
+            values = [*_machine_problems(cfg), *values]
+            values += [line for line in file_problems(cfg) if line.split("`", 2)[:2] not in told]
+        raise ValueError("\n".join(values)) from None
+    return cfg
 
 
 def launch(cfg: Config) -> None:
@@ -103,18 +140,22 @@ def _check(cfg: Config) -> None:
     """Raises ValueError with all problems that can be found without torch, which takes seconds to load. The machine is
     checked first: its failures are not caused by the files."""
     from dapo.driver.preflight import early_problems
-    from dapo.tools.doctor.checks import check_machine
 
     for line in doubts(cfg):
         warn(line)
-    problems = []
+    if problems := [*_machine_problems(cfg), *early_problems(cfg, warn)]:
+        raise ValueError("\n".join(problems))
+
+
+def _machine_problems(cfg: Config) -> list[str]:
+    from dapo.tools.doctor.checks import check_machine
+
     try:
         if cfg.trainer.preflight:
             check_machine(cfg, warn)
     except ValueError as error:
-        problems.append(str(error))
-    if problems := [*problems, *early_problems(cfg, warn)]:
-        raise ValueError("\n".join(problems))
+        return str(error).splitlines()
+    return []
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`.
+"""Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`, or what some keys or
+sections are: `python -m dapo.config KEY ...`.
 
 Reads the configuration's fields and the experiment files; prints tables of key, default, meaning, and the names in verl
 (with dots) and TRL.
@@ -6,12 +7,13 @@ Reads the configuration's fields and the experiment files; prints tables of key,
 
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from dapo.config.fields import ITEM, MISSING, About, Key, keys
-from dapo.config.names import experiments
+from dapo.config.names import experiments, hint
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 
@@ -26,7 +28,8 @@ dapo train dapo_tiny --cfg job                                     # prints all 
 ```
 
 [Hydra](https://hydra.cc) composes the defaults below, an experiment (a YAML file in `experiment/`) and the command
-line. Wrong keys, types and combinations are reported together before any worker starts. Durations (`_s`) are in
+line. Wrong keys, types and combinations are reported together before any worker starts. What can mean
+one thing alone is taken as that: `actor.lr=1e-6` is `actor.optim.lr`. Durations (`_s`) are in
 seconds. A key without a default must be given. In the last column names with dots are verl's, the others TRL's.
 
 | experiment | what it is |
@@ -37,7 +40,32 @@ RANGE = re.compile(r"(?:at least \d+|0 or more|greater than 0|above 0 and at mos
 
 
 def main() -> None:
-    print(reference(), end="")
+    """`KEY ...` prints the keys of these names, or of these sections."""
+    names = sys.argv[1:]
+    if {"-h", "--help"} & {*names}:
+        print(
+            "python -m dapo.config [KEY ...]: what a key or the keys of a section mean; without: the table of all keys"
+        )
+    elif names:
+        print("\n\n".join(map(about, names)))
+    else:
+        print(reference(), end="")
+
+
+def about(name: str) -> str:
+    """Returns default, meaning and allowed values of a key, or of each key of a section. Exits for an unknown name."""
+    found = [
+        one for one in keys(PlannedConfig) if f"{one.name}.".startswith(f"{name}.") or one.name.startswith(f"{name}[")
+    ]
+    if not found:
+        sys.exit(f"dapo.config: unknown key `{name}`; {hint(name, plan=True)}")
+    return "\n\n".join(_text(one) for one in found)
+
+
+def _text(one: Key) -> str:
+    also = [f"in {system}: {names}" for system, names in (("verl", one.about.verl), ("TRL", one.about.trl)) if names]
+    values = [f"values: {one.about.values}"] if one.about.values else []
+    return "\n    ".join([f"{one.name} (default: {_default(one.default).strip('`')})", one.about.text, *values, *also])
 
 
 def reference() -> str:

@@ -77,6 +77,16 @@ def hint(name: str, plan: bool = False) -> str:
     return next(filter(None, _hints(name, known_keys(plan))), "config/README.md lists all keys")
 
 
+def meant(name: str, plan: bool = False) -> str:
+    """Returns the only key of the same section with the last part of the unknown key `name` (`actor.optim.lr` for
+    `actor.lr`); "" if several have it, a key of another section too, or `name` is another system's."""
+    if _elsewhere().get(name) or instead(name) or _within(name):
+        return ""
+    last = name.rpartition(".")[2]
+    same = [key for key in known_keys(plan) if ITEM not in key and key.rpartition(".")[2] == last]
+    return same[0] if len(same) == 1 and same[0].partition(".")[0] == name.partition(".")[0] else ""
+
+
 def _within(name: str) -> str:
     """Returns the hint for a key inside a mapping that another system also passes to vLLM."""
     for dot in re.finditer(r"\.", name):

@@ -29,7 +29,7 @@ class SourceConfig:
     val_files: list[str] = key([], "its held-out set, as `data.val_files`")
     weight: float = positive(1.0, "its share of the draws")
     format: str = one_of(FORMATS, "auto", "as `data.format`")
-    system_prompt: str = key("", "first message of each prompt; empty: as in the rows")
+    system_prompt: str = key("", "as `data.system_prompt`, which it replaces")
     max_response_length: int = at_least(0, 0, "as `data.max_response_length`; 0: the same")
     functions: list[RewardFunctionConfig] = key([], "reward functions in place of `reward.functions`")
 
@@ -82,6 +82,10 @@ class DataConfig:
         "auto",
         "columns of the files; `auto`: told by their names",
     )
+    system_prompt: str = key(
+        "",
+        "first message of each prompt, also in evaluation; empty: that of the rows",
+    )
     chat_template_kwargs: dict[str, Any] = key(
         {},
         "arguments of the chat template: data.chat_template_kwargs.enable_thinking=false",
@@ -123,6 +127,13 @@ class DataConfig:
     max_contradictory: float = key(
         0.1,
         "largest share of prompts left out because their ground truths disagree",
+        values="a share of the distinct prompts, 0 to 1",
+        holds=lambda value: 0 <= value <= 1,
+        resume="harmless",
+    )
+    max_too_long: float = key(
+        0.1,
+        "largest share of prompts left out because they are longer than `data.max_prompt_length`",
         values="a share of the distinct prompts, 0 to 1",
         holds=lambda value: 0 <= value <= 1,
         resume="harmless",

@@ -9,7 +9,6 @@ from typing import Any
 from dapo.config.facts.model_shape import UnknownShape, read_config, text_part
 from dapo.config.reward_functions import ready_name, source_functions
 from dapo.config.schema import Config
-from dapo.data.prompts import DataReport
 from dapo.data.template import asked, check_template, clock_at, rendered
 from dapo.data.tokenizer import TEXT
 from dapo.data.values import shown
@@ -18,7 +17,6 @@ from dapo.types import HeldOut, Messages, Prompt
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
 QUESTION: Messages = (("user", TEXT),)
-MUCH = 0.1  # share of the prompts that is worth a warning
 SHORT = 3  # characters; a shorter special token may be ordinary text
 SLOW = {"math_verify": 200}  # number of references for slow functions (milliseconds each)
 SAMPLE = 2000  # number of references for the others
@@ -67,15 +65,6 @@ def of_template(tokenizer: Any, given: dict[str, Any]) -> Iterator[str]:
         yield (
             "the chat template writes today's date: a run keeps the date of its first start, but an evaluation or a "
             "server on another day gives the model other prompts; write a fixed date into chat_template.jinja"
-        )
-
-
-def of_report(key: str, report: DataReport, longest: int) -> Iterator[str]:
-    """Checks for many prompts dropped as too long (more than `longest` tokens). key: configuration key of the files."""
-    if report.too_long > MUCH * (whole := report.too_long + report.kept):
-        yield (
-            f"`{key}`: {report.too_long} of {whole} prompts ({report.too_long / whole:.0%}) are longer than "
-            f"`data.max_prompt_length` ({longest}) and are left out; raise it if that is not meant"
         )
 
 

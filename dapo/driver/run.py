@@ -99,6 +99,7 @@ async def train(
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
     preflight(cfg)
+    await asyncio.sleep(0.001)  # hears a signal of the meantime; Ray's start, below, blocks this loop
     own = digests(cfg) | file_of_function(cfg.rollout.function)
     run_dir.check_own(own)
     if cfg.trainer.only != "both":
@@ -176,22 +177,19 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     """Loads training prompts, held-out sets, and the fingerprint of the training prompts. today: the date for chat
     templates that use it; None: the current one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
     tokenizer = load_tokenizer(cfg.model)
-    tell = partial(_tell, cfg)
-    prompts, _ = load_train(cfg, tokenizer, today=today, told=tell)
-    held_out = load_held_out(cfg, tokenizer, today=today, told=tell)
+    prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
+    held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
     check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
     for line in notes.of_all(cfg, tokenizer, prompts, held_out):
         warn(line)
     return prompts, held_out, fingerprint(prompts, tokenizer, cfg.data.chat_template_kwargs)
 
 
-def _tell(cfg: Config, key: str, report: DataReport) -> None:
+def _tell(key: str, report: DataReport) -> None:
     say(
         f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
         f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
     )
-    for line in notes.of_report(key, report, cfg.data.max_prompt_length):
-        warn(line)
 
 
 async def evaluate(
@@ -205,7 +203,7 @@ async def evaluate(
     make_paths_absolute(cfg)
     preflight(cfg, trains=False)
     tokenizer = load_tokenizer(cfg.model)
-    held_out = load_held_out(cfg, tokenizer, told=partial(_tell, cfg))
+    held_out = load_held_out(cfg, tokenizer, told=_tell)
     for line in notes.of_all(cfg, tokenizer, [], held_out):
         warn(line)
     check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)

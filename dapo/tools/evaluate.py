@@ -106,6 +106,10 @@ def main() -> None:
         if len(arguments) < len(sys.argv) - 1:
             say(f"output_dir {folder}")
             return
+        from dapo.driver.preflight import file_problems
+
+        if problems := [*dict.fromkeys(file_problems(cfg, trains=False))]:
+            raise ValueError("\n".join(problems))
         folder.mkdir(parents=True, exist_ok=True)  # fail now, not after hours
         answered = asyncio.run(evaluate(cfg))
         say(text(summaries(answered)))

@@ -69,6 +69,33 @@ def test_what_is_right_goes_to_hydra(given: str, for_hydra: str) -> None:
     assert checked_overrides(given.split()) == for_hydra.split()
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("data.train_files=a.parquet", "data.train_files=[a.parquet]"),
+        ("reward.functions='my reward.py'", "reward.functions=[{path: 'my reward.py'}]"),
+        ("reward.functions=[math, own/e.py]", 'reward.functions=[{path: "math"}, {path: "own/e.py"}]'),
+        ("logging.wandb=true", "++logging.wandb={project: dapo}"),
+        ("logging.mlflow=false", "++logging.mlflow={}"),
+        ("+actor.lr=1e-6", "actor.optim.lr=1e-6"),
+        ("experiment=dapo_tiny", "+experiment=dapo_tiny"),
+        ("ablation/grpo", "+experiment=ablation/grpo"),
+    ],
+)
+def test_what_can_only_mean_one_thing_is_taken_as_that(
+    given: str, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checked_overrides([given]) == [taken]
+    named = taken.startswith("+experiment")
+    assert bool(caplog.messages) != named
+    caplog.clear()
+    assert checked_overrides([taken]) == [taken] and not caplog.messages
+
+
+def test_one_held_out_file_is_taken_as_a_list() -> None:
+    assert compose(["data.val_files=a.parquet"], "dapo_tiny").data.val_files == ["a.parquet"]
+
+
 def test_keys_of_open_sections_are_added_and_removed() -> None:
     assert compose([], "dapo_tiny").rollout.vllm["max_num_seqs"] == 256
     vllm = compose(["~rollout.vllm.max_num_seqs", "rollout.vllm.block_size=32"], "dapo_tiny").rollout.vllm
@@ -127,7 +154,7 @@ def test_the_reference_of_all_keys_is_current() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "shown", "told"),
     [
-        pytest.param(["--help"], 0, "+experiment=NAME [KEY=VALUE ...]", "", id="help"),
+        pytest.param(["--help"], 0, "[EXPERIMENT] [KEY=VALUE ...]", "", id="help"),
         pytest.param(["+experiment=dapo_tinny"], 1, "", "dapo: unknown experiment `dapo_tinny`", id="before Hydra"),
         pytest.param([TINY, "rollout.n=1"], 1, "", "dapo: `rollout.n` (1)", id="by Hydra"),
         pytest.param([TINY, "--cfg", "job", "trainer.seed=77"], 0, "  seed: 77\n", "", id="behind a flag"),

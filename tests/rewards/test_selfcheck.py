@@ -132,7 +132,7 @@ def test_programs_and_tests_that_are_wrong_are_named(check: Any) -> None:
     ("rows", "named"),
     [
         pytest.param([row(18)], "row 0 (counted from 0): `reward_model.ground_truth` (int 18)", id="a-number"),
-        pytest.param([{"prompt": "?"}], "`data_source`", id="no-schema"),
+        pytest.param([{"prompt": "?"}], "no column has the answer to `prompt`", id="no-schema"),
         pytest.param([], "has no rows", id="empty"),
     ],
 )

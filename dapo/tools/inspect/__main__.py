@@ -2,13 +2,14 @@
 sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
 
 import argparse
+import difflib
 import re
 import sqlite3
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dapo.algorithm.fate import DROPPED
 from dapo.report.store.reader import WHERE, Reader
@@ -20,16 +21,27 @@ from dapo.tools.inspect.show import around, beginning, block, cell, ending, tabl
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
+UNKNOWN, QUESTION = re.compile(r"invalid choice: '(.*)' \("), re.compile(r"'(\w+)'(?=[,)])")  # of argparse
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
+class _Program(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Names the nearest question for an unknown one."""
+        found = UNKNOWN.search(message)
+        near = difflib.get_close_matches(found[1], QUESTION.findall(message), n=1) if found else []
+        super().error(f"{message}; did you mean `{near[0]}`?" if near else message)
+
+
 def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="dapo inspect", description="Shows what a run sampled and why.")
+    program = _Program(prog="dapo inspect", description="Shows what a run sampled and why.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
     program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
     program.set_defaults(show=steps, last=20)
-    questions = program.add_subparsers(dest="question", metavar="QUESTION", help="default: steps")
+    questions = program.add_subparsers(
+        parser_class=argparse.ArgumentParser, dest="question", metavar="QUESTION", help="default: steps"
+    )
 
     def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
         added = questions.add_parser(name, help=what, description=f"Shows {what}.")

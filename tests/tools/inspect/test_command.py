@@ -144,6 +144,12 @@ def test_what_is_not_there_is_said(run, tmp_path):
         main([str(tmp_path), "--html", str(tmp_path / "page.html")])
 
 
+def test_an_unknown_question_leads_to_the_nearest(run, capsys):
+    with pytest.raises(SystemExit):
+        main([str(run), "stpes"])
+    assert capsys.readouterr().err.endswith("; did you mean `steps`?\n")
+
+
 def test_no_store_and_one_of_another_version_are_refused(run, tmp_path):
     with pytest.raises(SystemExit, match="is not there; give the `trainer.output_dir`"):
         main([str(tmp_path)])
