@@ -228,13 +228,13 @@ def _run(store: Reader, name: str, rows: Sequence[Row], metrics: Mapping[str, Se
     config = dict(_flat(starts[-1]["config"])) if starts else {}
     seconds = [row["seconds"] for row in rows if row["seconds"] is not None]
     shown = [["steps", f"{rows[-1]['step']}", f"of {config.get('trainer.total_steps', 'an unknown number')}"]]
-    for name, title in (("rollout/accuracy", "accuracy of drawn groups"), ("eval/accuracy", "held-out accuracy")):
-        if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
+    for metric, title in (("rollout/accuracy", "accuracy of drawn groups"), ("eval/accuracy", "held-out accuracy")):
+        if values := [metrics[metric][step] for step in sorted(metrics.get(metric, {}))]:
             shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
         median = f"median step {statistics.median(seconds):.3g} s, slowest {max(seconds):.3g} s"
         shown.append(["time in steps", duration(sum(seconds)), median])
-    tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
+    tokens, trained, lost = (sum(row[part] for row in rows) for part in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
     shown.append(["tokens generated", short(tokens + lost), f"{share:.0%} trained on"])
     kinds = f"warnings {store.count('warning')}, checkpoints {store.count('save')}"
@@ -283,7 +283,7 @@ def _charts(
             "lines": _lines(columns, fates),
         },
         {
-            "title": "Pass rates of the groups",
+            "title": "Pass rates",
             "unit": "share",
             "note": "how many groups have which share of right answers",
             "top": 1.0,

@@ -5,13 +5,14 @@ import hmac
 import json
 import secrets
 import sqlite3
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from dapo.ground.console import plain
 from dapo.report.store.reader import Reader
@@ -48,6 +49,10 @@ class Server(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # as of a browser that has gone
+            super().handle_error(request, client_address)
 
     def open(self, asked: Asked) -> Reader:
         return Reader(self.paths[_number(asked, "run", len(self.paths) - 1)])
@@ -111,8 +116,8 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60.0
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        _, token, question = (*address.path.split("/", 2), "", "")[:3]
+        path, _, query = self.path.partition("?")
+        _, token, question = (*path.split("/", 2), "", "")[:3]
         host = self.headers.get("Host", "").rpartition(":")
         known = hmac.compare_digest(token.encode(), self.server.token.encode())
         if not known or (host[0] or host[2]) not in HOSTS:
@@ -120,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         if question not in ANSWERS:
             return self._send(HTTPStatus.NOT_FOUND, {"error": "there is nothing here"})
         try:
-            found = ANSWERS[question](self.server, dict(parse_qsl(address.query)))
+            found = ANSWERS[question](self.server, dict(parse_qsl(query)))
         except ValueError as error:
             return self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
         except (sqlite3.Error, OSError) as error:

@@ -3,7 +3,7 @@
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const FONT = "12px system-ui, sans-serif";
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
-const FEW = 40; // known values: each has a marker
+const FEW = 20; // known values: each has a marker
 const ENDS = ["low", "high"];
 const view = { at: null, zoom: null, smooth: 0, extent: [0, 1], off: new Set() };
 const charts = new Map(); // by title
@@ -17,6 +17,8 @@ function point(step) {
   }
 }
 
+const settle = () => queueMicrotask(() => point(view.at)); // after uPlot has its scales, a microtask later
+
 // Shows a range of steps in all charts; null: all of them.
 function zoom(range) {
   if (range) {
@@ -24,9 +26,10 @@ function zoom(range) {
     range = high - low < 1 || (low === view.extent[0] && high === view.extent[1]) ? null : [low, high];
   }
   view.zoom = range;
+  view.at = Math.min(Math.max(view.at, (range || view.extent)[0]), (range || view.extent)[1]);
   byId("whole").disabled = range === null;
   for (const { plot } of charts.values()) plot.setData(plot.data);
-  point(view.at);
+  settle();
 }
 
 function zoomBy(factor) {
@@ -71,7 +74,7 @@ function layers(chart) {
   const tables = lines.map((line) => [line.x, line.values, ...(line.low ? ENDS.map((end) => line[end]) : [])]);
   const [xs, ...columns] = uPlot.join(tables);
   const rows = [xs], series = [{}], bands = [];
-  const add = (values, options) => rows.push(values) && series.push({ width: 1.8, points: { show: false }, ...options }) - 1;
+  const add = (values, options) => rows.push(values) && series.push({ width: 1.8, spanGaps: true, points: { show: false }, ...options }) - 1;
   chart.values = lines.map((line) => columns.splice(0, line.low ? 3 : 1));
   const shown = lines.map((_, number) => number).filter((number) => !view.off.has(nameOf(chart, lines[number])));
   let below = xs.map(() => 0);
@@ -85,7 +88,7 @@ function layers(chart) {
       continue;
     }
     if (low) bands.push({ series: [add(high, { width: 0 }), add(low, { width: 0 })], fill: () => `${stroke()}33` });
-    const points = { show: values.filter(known).length <= FEW, size: 5 };
+    const points = { show: values.filter(known).length <= FEW, size: 5, fill: () => css("--card") };
     const dash = line.dash ? { dash: DASHES[line.dash % DASHES.length] } : {};
     if (view.smooth) add(values, { stroke: () => `${stroke()}55`, ...dash });
     parts.unshift([view.smooth ? smoothed(values, view.smooth) : values, { stroke, points, ...dash }]);
@@ -115,7 +118,7 @@ function paint(chart) {
       bind: { mouseleave: () => null, dblclick: () => () => zoom(null) },
     },
     hooks: {
-      setCursor: [({ cursor: { idx }, data }) => known(idx) && data[0][idx] !== view.at && point(data[0][idx])],
+      setCursor: [({ cursor: { idx }, data, over }) => known(idx) && over.matches(":hover") && data[0][idx] !== view.at && point(data[0][idx])],
       setSelect: [(plot) => {
         const { left, width: wide } = plot.select;
         if (!wide) return;
@@ -148,14 +151,14 @@ function read(chart) {
 
 function legend(chart) {
   chart.numbers = chart.spec.lines.map(() => el("b"));
-  chart.legend.replaceChildren(...chart.spec.lines.map((line, number) => {
+  chart.legend.replaceChildren(chart.where, ...chart.spec.lines.map((line, number) => {
     const name = nameOf(chart, line);
     const swatch = el("i", { class: `f${line.color}${line.dash ? " dashed" : ""}` });
     const entry = button("", () => {
       view.off[view.off.has(name) ? "delete" : "add"](name);
       entry.setAttribute("aria-pressed", !view.off.has(name));
       paint(chart);
-      point(view.at);
+      settle();
     }, { "aria-pressed": !view.off.has(name) });
     entry.append(swatch, line.label + " ", chart.numbers[number]);
     return entry;
@@ -186,13 +189,13 @@ function make(title) {
   const saves = el("div", { class: "saves" },
     button("PNG", () => picture(chart), { "aria-label": `${title}: save the picture` }),
     button("CSV", () => save(new Blob([csv(chart)], { type: "text/csv" }), `${title}.csv`), { "aria-label": `${title}: save the numbers` }));
-  chart.figure = el("figure", {}, el("div", { class: "top" }, chart.heading, chart.where), chart.box, chart.legend, el("div", { class: "top" }, chart.note, saves));
+  chart.figure = el("figure", {}, chart.heading, chart.box, chart.legend, el("div", { class: "top" }, chart.note, saves));
   chart.box.addEventListener("keydown", (event) => press(chart, event));
   new ResizeObserver(() => {
     const width = chart.box.clientWidth;
     if (chart.plot && width && width !== chart.plot.width) {
       chart.plot.setSize({ width, height: chart.plot.height });
-      point(view.at);
+      settle();
     }
   }).observe(chart.box);
   return chart;

@@ -66,7 +66,9 @@ function turn(place) {
 }
 
 async function choose() {
-  const groups = await source.groups(chooser.run, Number(chooser.steps.value));
+  const { run, steps: { value } } = chooser;
+  const groups = await source.groups(run, Number(value));
+  if (run !== chooser.run || value !== chooser.steps.value) return; // another one was chosen meanwhile
   const kinds = [...new Set(groups.flatMap((group) => group.kinds))], kind = chooser.kind.value;
   chooser.kind.replaceChildren(option("", "all kinds"), ...kinds.map((each) => option(each, each)));
   chooser.kind.value = kinds.includes(kind) ? kind : "";

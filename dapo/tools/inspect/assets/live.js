@@ -60,4 +60,8 @@ byId("search").addEventListener("submit", async (event) => {
   byId("count").textContent = `${found.flat().length} answers; at most 50 of a run, the newest first`;
 });
 byId("offline").remove();
+addEventListener("unhandledrejection", (event) => {
+  event.preventDefault();
+  say(`no answer: ${event.reason.message}`);
+});
 follow();

@@ -81,7 +81,7 @@ const smooth = el("select", {}, option(0, "none"), option(0.6, "some"), option(0
 smooth.addEventListener("change", () => {
   view.smooth = Number(smooth.value);
   for (const chart of charts.values()) paint(chart);
-  point(view.at);
+  settle();
 });
 byId("tools").append(el("label", {}, "smoothing ", smooth), button("Zoom in", () => zoomBy(0.5)), button("Zoom out", () => zoomBy(2)),
   button("Whole run", () => zoom(null), { id: "whole", disabled: "" }));
