@@ -20,7 +20,7 @@ def steps_in(path: Path) -> list[int]:
 def tensorboard_of(path: Path):
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-    return EventAccumulator(str(path / "tensorboard"), size_guidance={TENSORS: 0}).Reload()
+    return EventAccumulator(str(path / "tensorboard" / path.name), size_guidance={TENSORS: 0}).Reload()
 
 
 @pytest.fixture
@@ -74,6 +74,7 @@ def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     (text,) = reader.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**prompt** 1+1 = ??")
     assert reader.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
+    assert reader.PluginTagToContent("custom_scalars"), "a tab with the first things to look at"
     logger.close()
 
 
@@ -197,7 +198,7 @@ def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monk
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     [error] = capsys.readouterr().err.strip().splitlines()
     assert "TensorBoard" in error and "No space left" in error
-    events = [each for file in (tmp_path / "tensorboard").iterdir() for each in EventFileLoader(str(file)).Load()]
+    events = [each for file in (tmp_path / "tensorboard").rglob("events*") for each in EventFileLoader(str(file)).Load()]
     assert {1, 5} <= {each.step for each in events if each.summary.value}
 
 

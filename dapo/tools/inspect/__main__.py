@@ -176,8 +176,8 @@ def findings(store: Reader, given: argparse.Namespace) -> None:
     found = rules.findings(run)
     severity, line = rules.verdict(run, found)
     console().print(Text(line, style=STYLES.get(severity, "bold")))
+    print()
     for look in found:
-        print()
         block(f"{look.severity}: {look.rule}", "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
 
 
