@@ -92,11 +92,10 @@ class Figures:
         if len(steps) < MIN_STEPS:
             return None
         size = max(WINDOW[0], min(WINDOW[1], len(steps) // 5))
-        parts = [steps[max(0, end - size) : end] for end in range(len(steps), 0, -size)]
-        means = [statistics.fmean(values[step] for step in part) for part in parts if len(part) == size]
-        first = statistics.fmean(values[step] for step in steps[:size])
-        named = (f"steps {part[0]} to {part[-1]}" for part in (steps[:size], steps[-size:]))
-        return Ends(first, means[0], *named, max(first, *means))
+        parts = [steps[:size], *(steps[end - size : end] for end in range(len(steps), size - 1, -size))]
+        means = [statistics.fmean(values[step] for step in part) for part in parts]
+        first, last = (f"steps {part[0]} to {part[-1]}" for part in parts[:2])
+        return Ends(means[0], means[1], first, last, max(means))
 
     def last(self, name: str) -> float:
         """Returns the mean over the newest steps; 0 if there are too few."""

@@ -1,13 +1,13 @@
-"""The data of the page that shows runs, and the page itself: one file that loads nothing (`--html`), or what `serve.py`
-sends. It has `assets/` and the data as JSON, of bounded size. Model output is inserted as text only, and no other script
-may run."""
+"""The page that shows runs, and its data. The page is one file: `assets/` and the data as JSON, of bounded size, which
+loads nothing (`--html`), or no data, which it asks `serve.py` for. Model output is inserted as text only, and no other
+script may run."""
 
 import base64
 import hashlib
 import json
 import statistics
-from collections import Counter
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files

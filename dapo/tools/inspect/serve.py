@@ -1,5 +1,5 @@
-"""Serves the page of runs that may go on: `python -m dapo.inspect RUN [RUN ...] --serve`. It listens on this machine only,
-answers only addresses with its token, and reads only."""
+"""Serves the page of runs that may go on: `python -m dapo.inspect RUN [RUN ...] --serve`. Only this machine can reach
+it, only addresses with its token are answered, and it only reads."""
 
 import hmac
 import json
@@ -155,7 +155,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
     except (OSError, OverflowError) as error:
         raise ValueError(f"`--port` ({port}) cannot be used ({error}); leave it out for a free one") from error
     with server:
-        print(f"{server.address}\nThis address opens on this machine only; keep it to yourself. Ctrl-C ends it.", flush=True)
+        print(server.address)
+        print("This address opens on this machine only; keep it to yourself. Ctrl-C ends it.", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -23,12 +23,16 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 # Texts whose contrast with what is behind them is below 4.5, as WCAG's level AA asks.
 FAINT = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
-  const behind = (node) => { for (; node; node = node.parentElement) { const color = rgb(getComputedStyle(node).backgroundColor); if (color[3] !== 0) return color; } return [255, 255, 255]; };
+  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const behind = (node) => {
+    const color = rgb(getComputedStyle(node).backgroundColor);
+    return color[3] === 0 && node.parentElement ? behind(node.parentElement) : color;
+  };
   const found = [];
   for (const node of document.querySelectorAll("body *")) {
-    if (![...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()) || !node.getClientRects().length || node.disabled) continue;
+    const texts = [...node.childNodes].filter((child) => child.nodeType === 3 && child.data.trim());
+    if (!texts.length || !node.getClientRects().length || node.disabled) continue;
     const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))];
     if ((Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5) found.push(node.outerHTML.slice(0, 80));
   }

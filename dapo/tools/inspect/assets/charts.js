@@ -177,7 +177,6 @@ function press(chart, event) {
     if (inside.length) point(inside[Math.min(inside.length - 1, Math.max(0, here))]);
   } else if (event.key === "+") zoomBy(0.5);
   else if (event.key === "-") zoomBy(2);
-  else if (event.key === "Escape") zoom(null);
   else return;
   event.preventDefault();
 }
@@ -265,6 +264,7 @@ function picture(chart) {
   canvas.toBlob((blob) => save(blob, `${chart.spec.title}.png`));
 }
 
+document.addEventListener("keydown", (event) => event.key === "Escape" && view.zoom && zoom(null));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const { plot } of charts.values()) plot.redraw(false, true);
 });

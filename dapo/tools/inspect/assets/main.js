@@ -51,6 +51,7 @@ function update() {
   document.title = `${names.join(", ")}: ${names.length > 1 ? "dapo runs" : "a dapo run"}`;
   byId("name").textContent = names.join(", ");
   byId("several").hidden = runs.length < 2;
+  if (!runs[chosen].charts && ready.length) detail.value = chosen = ready[0].index;
   drawCharts(specs(ready));
   const run = runs[chosen];
   document.querySelector("main").hidden = !run.charts;
@@ -60,8 +61,9 @@ function update() {
   browse(run);
 }
 
+const detail = el("select", {}, ...runs.map((run) => option(run.index, run.run.name)));
+
 function several() {
-  const detail = el("select", {}, ...runs.map((run) => option(run.index, run.run.name)));
   detail.addEventListener("change", () => {
     chosen = Number(detail.value);
     update();
