@@ -95,10 +95,10 @@ CURVES = (
         "far below `weight_sync.max_mean_logprob_diff` when all is well",
     ),
     Curve(
-        "Actors against engines, by cause",
+        "Mismatch by cause",
         "nats",
         (("mismatch/mean", "all of it"), ("mismatch/*_mean", "")),
-        "what switching one cause off takes away; `kernels` is what is left, `staleness` comes on top",
+        "actors against engines: what switching one cause off takes away; `kernels` is the rest, `staleness` is added",
     ),
     Curve("Staleness", "updates", (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest"))),
     Curve(

@@ -3,7 +3,7 @@
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const FONT = "12px system-ui, sans-serif";
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
-const FEW = 20; // known values: each has a marker
+const FEW = 20; // known values: each has a marker, and nothing is smoothed
 const ENDS = ["low", "high"];
 const view = { at: null, zoom: null, smooth: 0, extent: [0, 1], off: new Set() };
 const charts = new Map(); // by title
@@ -88,10 +88,11 @@ function layers(chart) {
       continue;
     }
     if (low) bands.push({ series: [add(high, { width: 0 }), add(low, { width: 0 })], fill: () => `${stroke()}33` });
-    const points = { show: values.filter(known).length <= FEW, size: 5, fill: () => css("--card") };
+    const few = values.filter(known).length <= FEW, smooth = few || stacked ? 0 : view.smooth;
+    const points = { show: few, size: 5, fill: () => css("--card") };
     const dash = line.dash ? { dash: DASHES[line.dash % DASHES.length] } : {};
-    if (view.smooth) add(values, { stroke: () => `${stroke()}55`, ...dash });
-    parts.unshift([view.smooth ? smoothed(values, view.smooth) : values, { stroke, points, ...dash }]);
+    if (smooth) add(values, { stroke: () => `${stroke()}55`, ...dash });
+    parts.unshift([smooth ? smoothed(values, smooth) : values, { stroke, points, ...dash }]);
   }
   for (const [values, options] of parts.reverse()) add(values, options); // the tallest first, lines over it
   return { rows, series, bands };
@@ -252,7 +253,7 @@ function picture(chart) {
   draw.drawImage(plot, 0, line * 1.5);
   draw.fillStyle = css("--ink");
   draw.font = `600 ${14 * scale}px system-ui, sans-serif`;
-  draw.fillText(chart.heading.textContent, edge, line);
+  draw.fillText(`${byId("name").textContent}: ${chart.heading.textContent}`, edge, line);
   draw.font = `${12 * scale}px system-ui, sans-serif`;
   shown.forEach((each, number) => {
     const y = plot.height + line * (number + 2.3);
