@@ -66,11 +66,14 @@ def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: 
 
 def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
-    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan})
-    logger.log(2, {"rollout/accuracy": 0.5})
+    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan, "late": 0, "never": 0})
+    logger.log(2, {"rollout/accuracy": 0.5, "late": 0, "never": 0})
+    logger.log(3, {"late": 1, "never": 0})
     logger.text(2, "sample/0", "**prompt** 1+1 = \ud800?")
     reader = tensorboard_of(tmp_path)  # before close: a live run can be watched
     assert [(event.step, event.value) for event in reader.Scalars("rollout/accuracy")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in reader.Scalars("late")] == [(2, 0.0), (3, 1.0)]
+    assert sorted(reader.Tags()["scalars"]) == ["actor/loss", "late", "rollout/accuracy"], "no empty chart"
     (text,) = reader.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**prompt** 1+1 = ??")
     assert reader.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
