@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def parser(of_page: bool = False) -> argparse.ArgumentParser:
     """of_page: takes several runs and no question."""
-    program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
+    program = argparse.ArgumentParser(prog="dapo inspect", description="Shows what a run sampled and why.")
     about = "output directory of a run, or its samples.sqlite; a page takes several"
     program.add_argument("runs", type=Path, nargs="+" if of_page else 1, metavar="RUN", help=about)
     pages = program.add_mutually_exclusive_group()
