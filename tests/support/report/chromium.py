@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +115,3 @@ class Chromium:
         self._session = ""
         self.call("Browser.close")
         self._process.wait(30)
-
-
-Ask = Callable[[str], Any]
