@@ -20,7 +20,7 @@ def steps_in(path: Path) -> list[int]:
 def tensorboard_of(path: Path):
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-    return EventAccumulator(str(path / "tensorboard"), size_guidance={TENSORS: 0}).Reload()
+    return EventAccumulator(str(path / "tensorboard" / path.name), size_guidance={TENSORS: 0}).Reload()
 
 
 @pytest.fixture
@@ -66,14 +66,18 @@ def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: 
 
 def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
-    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan})
-    logger.log(2, {"rollout/accuracy": 0.5})
+    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan, "late": 0, "never": 0})
+    logger.log(2, {"rollout/accuracy": 0.5, "late": 0, "never": 0})
+    logger.log(3, {"late": 1, "never": 0})
     logger.text(2, "sample/0", "**prompt** 1+1 = \ud800?")
     reader = tensorboard_of(tmp_path)  # before close: a live run can be watched
     assert [(event.step, event.value) for event in reader.Scalars("rollout/accuracy")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in reader.Scalars("late")] == [(2, 0.0), (3, 1.0)]
+    assert sorted(reader.Tags()["scalars"]) == ["actor/loss", "late", "rollout/accuracy"], "no empty chart"
     (text,) = reader.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**prompt** 1+1 = ??")
     assert reader.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
+    assert reader.PluginTagToContent("custom_scalars"), "a tab with the first things to look at"
     logger.close()
 
 
@@ -197,7 +201,8 @@ def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monk
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     [error] = capsys.readouterr().err.strip().splitlines()
     assert "TensorBoard" in error and "No space left" in error
-    events = [each for file in (tmp_path / "tensorboard").iterdir() for each in EventFileLoader(str(file)).Load()]
+    files = (tmp_path / "tensorboard" / tmp_path.name).iterdir()
+    events = [each for file in files for each in EventFileLoader(str(file)).Load()]
     assert {1, 5} <= {each.step for each in events if each.summary.value}
 
 

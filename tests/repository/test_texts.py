@@ -40,7 +40,7 @@ STARTS = (
 PARSERS = {
     "python -m dapo.simulate ": lambda words: simulate.parser().parse_args(words),
     "python -m dapo.ablation ": ablation.parse,
-    "python -m dapo.inspect ": lambda words: inspect.parser().parse_args(words),
+    "python -m dapo.inspect ": lambda words: inspect.parse(words),
     "python -m dapo.replay ": lambda words: replay.parser().parse_intermixed_args(
         ["1" if word == "N" else word for word in words]
     ),

@@ -1,5 +1,5 @@
-"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it. It reads the
-sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
+"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `RUN [RUN ...]` with `--serve` or `--html FILE` for a page.
+It reads the sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
 
 import argparse
 import difflib
@@ -8,21 +8,26 @@ import sqlite3
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
+
+from rich.text import Text
 
 from dapo.algorithm.fate import DROPPED
 from dapo.report.store.reader import WHERE, Reader
 from dapo.report.store.schema import DATABASE
 from dapo.tools.inspect import findings as rules
 from dapo.tools.inspect import page
-from dapo.tools.inspect.findings import MIN_STEPS, figures, why
-from dapo.tools.inspect.show import around, beginning, block, cell, ending, table
+from dapo.tools.inspect.findings import figures, why
+from dapo.tools.inspect.serve import serve
+from dapo.tools.inspect.show import around, beginning, block, cell, console, ending, table
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
 UNKNOWN, QUESTION = re.compile(r"invalid choice: '(.*)' \("), re.compile(r"'(\w+)'(?=[,)])")  # of argparse
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
+STYLES = {"well": "bold green", "error": "bold red", "warning": "bold yellow"}
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
@@ -34,11 +39,24 @@ class _Program(argparse.ArgumentParser):
         super().error(f"{message}; did you mean `{near[0]}`?" if near else message)
 
 
-def parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    words = sys.argv[1:] if arguments is None else arguments
+    of_page = any(word.split("=")[0] in ("--serve", "--html") for word in words)
+    return parser(of_page).parse_args(words)
+
+
+def parser(of_page: bool = False) -> argparse.ArgumentParser:
+    """of_page: takes several runs and no question."""
     program = _Program(prog="dapo inspect", description="Shows what a run sampled and why.")
-    program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
-    program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
+    about = "output directory of a run, or its samples.sqlite; a page takes several"
+    program.add_argument("runs", type=Path, nargs="+" if of_page else 1, metavar="RUN", help=about)
+    pages = program.add_mutually_exclusive_group()
+    pages.add_argument("--serve", action="store_true", help="show the runs on a page that follows them")
+    pages.add_argument("--html", type=Path, metavar="FILE", help="write the page as one file that needs no server")
+    program.add_argument("--port", type=int, default=0, help="of `--serve`, on 127.0.0.1 (a free one)")
     program.set_defaults(show=steps, last=20)
+    if of_page:
+        return program
     questions = program.add_subparsers(
         parser_class=argparse.ArgumentParser, dest="question", metavar="QUESTION", help="default: steps"
     )
@@ -166,11 +184,13 @@ def evaluations(store: Reader, given: argparse.Namespace) -> None:
 
 
 def findings(store: Reader, given: argparse.Namespace) -> None:
-    found = rules.findings(figures(store))
+    run = figures(store)
+    found = rules.findings(run)
+    severity, line = rules.verdict(run, found)
+    console().print(Text(line, style=STYLES.get(severity, "bold")))
+    print()
     for look in found:
-        block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
-    if not found:
-        block("nothing that a rule knows", f"Rules need {MIN_STEPS} steps.")
+        block(f"{look.severity}: {look.rule}", "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
 
 
 def events(store: Reader, given: argparse.Namespace) -> None:
@@ -182,17 +202,20 @@ def events(store: Reader, given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     try:
-        with Reader(given.run) as store:
+        if given.serve:
+            return serve(given.runs, given.port)
+        with ExitStack() as stack:
+            stores = [stack.enter_context(Reader(run)) for run in given.runs]
             if given.html is not None:
-                print(page.write(store, given.html))
+                print(page.write(stores, given.html))
             else:
-                given.show(store, given)
+                given.show(stores[0], given)
     except ValueError as error:
         sys.exit(f"dapo.inspect: {error}")
     except sqlite3.Error as error:
-        file = given.run / DATABASE if given.run.is_dir() else given.run
+        file = " or ".join(str(run / DATABASE if run.is_dir() else run) for run in given.runs)
         sys.exit(
             f"dapo.inspect: {file} cannot be read ({error}); `sqlite3 {file} .recover | sqlite3 NEW` may save most"
         )
