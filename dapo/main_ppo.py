@@ -106,7 +106,7 @@ def _check(cfg: Config) -> None:
             check_machine(cfg, warn)
     except ValueError as error:
         problems.append(str(error))
-    if problems := [*problems, *early_problems(cfg, warn)]:
+    if problems := [*problems, *early_problems(cfg, warn, say)]:
         raise ValueError("\n".join(problems))
 
 

@@ -171,7 +171,7 @@ class TrainerConfig:
     preflight: bool = key(
         True,
         "look at the driver's machine before workers start, the cheap part of `python -m dapo.doctor`: limits, disks, "
-        "shared memory; a fault ends the run",
+        "shared memory; a fault ends the run; and call each reward function on answers made up for three rows of data",
         resume="harmless",
     )
     ray_address: str = key(

@@ -19,7 +19,7 @@ from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeConfig, JudgeEngineConfig, RewardFunctionConfig
 from dapo.config.rules.model import why_not_packed
 from dapo.config.schema import Config
-from dapo.driver.preflight import early_problems, preflight
+from dapo.driver.preflight import preflight
 from dapo.main_ppo import launch
 from dapo.rewards.calling.loading import OWN, OWN_MODEL, load, with_judge
 from dapo.rewards.judge import problems as judge_problems
@@ -335,40 +335,3 @@ def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkey
         (tmp_path / f"{kind}--a--{name}" / "refs" / "main").write_text("0" * 40)
     assert refused(*given, "reward.functions=[{path: no.py}]")[0].startswith("`reward.functions[0].path`")
     assert os.environ["HF_HUB_OFFLINE"] == "1", "what is in the cache is read without asking again"
-
-
-@pytest.mark.parametrize(
-    ("body", "said", "fails"),
-    [
-        ("return 1.0 if solution_str.endswith(ground_truth) else 0.0", [], False),
-        ("print('hello'); return {'score': 1.0, 'acc': True}", [], False),
-        ("return '1.0'", ["no score for the answer 'Answer: 26': reward function", "for an empty answer: "], True),
-        ("return solution_str.missing", ["`compute_score` raised AttributeError", "at line 2 of mine.py"], True),
-        (
-            "return {'score': 1 / len(solution_str)}",
-            ["for an empty answer: reward function `compute_score` raised Zero"],
-            False,
-        ),
-        ("pass", ["gives None for the answer 'Answer: 26'", "gives None for an empty answer"], False),
-        ("return 1.0 if solution_str else None", ["gives None for an empty answer"], False),
-        ("import time; time.sleep(9)", ["longer than `reward.limits.wall_s` (1)"], True),
-        ("import os; os._exit(3)", ["exit code 3"], True),
-        ("return float('nan') if open('/x' * 9, 'w') else 0", ["FileNotFoundError", "FileNotFoundError"], True),
-    ],
-)
-def test_a_reward_function_is_tried_before_any_worker_starts(
-    tmp_path: Path, body: str, said: list[str], fails: bool
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
-    )
-    given = [
-        f"reward.functions=[{{path: {tmp_path / 'mine.py'}}}]",
-        "reward.limits.wall_s=1",
-        "reward.limits.cpu_s=0.5",
-    ]
-    warned: list[str] = []
-    problems = early_problems(compose(given, experiment="dapo_tiny"), warned.append)
-    found = problems if fails else warned
-    assert (problems == []) != fails and len(found) == len(said), (problems, warned)
-    assert all(words in line for words, line in zip(said, found, strict=True)), found
