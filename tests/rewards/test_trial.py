@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, tuple[str, list[str]]] = {
     ),
     "brittle": (
         "return {'score': 1 / len(solution_str)}",
-        ["right answer 0.1 / 0.0909 / 0.0909, wrong 0.0909", "no score for the empty answer: reward function"],
+        ["right answer 0.1, wrong 0.1, empty no score", "no score for the empty answer: reward function"],
     ),
     "marked": (
         "return float('#### ' + ground_truth in solution_str)",
@@ -126,3 +126,14 @@ def test_what_the_functions_of_a_source_give_together(
     assert len(warnings) == len(warned), warnings
     assert all(words in line for words, line in zip(warned, warnings, strict=True)), warnings
     assert not errors
+
+
+def test_the_function_in_the_readme_can_train_the_quickstart(tmp_path: Path) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    _, head, rest = readme.partition("def compute_score(")
+    (tmp_path / "my_reward.py").write_text(head + rest.partition("```")[0])
+    lines, warnings, errors = tried(compose([f"reward.functions=[{{path: {tmp_path / 'my_reward.py'}}}]"], "dapo_tiny"))
+    assert lines[0].startswith(
+        "reward my_reward.py: right answer 1.0, wrong -1.0, empty -1.0 (3 rows; right is 'Answer: "
+    )
+    assert not warnings and not errors
