@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dapo.answers.answer import MAX_TRUTH_CHARS
@@ -82,6 +83,8 @@ def _check(name: str, function: str) -> int:
 
 
 def _check_own(name: str, spec: RewardFunctionConfig) -> int:
+    if not Path(spec.path).expanduser().is_file():
+        raise ValueError(f"--function ({spec.path}): there is no such file; give the path of a Python file")
     if load(spec, section="--function").asynchronous:
         raise ValueError(f"--function ({spec.path}): `{spec.name}` is async, and would ask its server for every row")
     sample, limits = sample_of(checked_data(name, key="FILE"), "FILE", AS_IT_IS), LimitsConfig()

@@ -335,3 +335,13 @@ def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkey
         (tmp_path / f"{kind}--a--{name}" / "refs" / "main").write_text("0" * 40)
     assert refused(*given, "reward.functions=[{path: no.py}]")[0].startswith("`reward.functions[0].path`")
     assert os.environ["HF_HUB_OFFLINE"] == "1", "what is in the cache is read without asking again"
+
+
+def test_a_reward_function_is_called_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return '1'"
+    )
+    there = f"trainer.output_dir={tmp_path / 'run'}"
+    [line] = refused(there, f"reward.functions=[{{path: math}}, {{path: {tmp_path / 'mine.py'}}}]")
+    assert line.startswith("`reward.functions[1]` (") and "gave str as its score; give a number" in line
+    assert "reward math: right answer 1.0, wrong -1.0, empty -1.0 (3 rows" in capsys.readouterr().out
