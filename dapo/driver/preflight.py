@@ -50,7 +50,7 @@ def early_problems(cfg: Config, warn: Callable[[str], None], say: Callable[[str]
         *choice.problems(cfg),
         *_rollout_function(cfg),
     ]
-    if cfg.trainer.preflight and not functions:
+    if cfg.trainer.preflight and cfg.trainer.only != "train" and not functions:
         lines, doubts, errors = tried(cfg)
         for line in lines:
             say(line)

@@ -85,20 +85,22 @@ def _check(name: str, function: str) -> int:
 def _check_own(name: str, spec: RewardFunctionConfig) -> int:
     if not Path(spec.path).expanduser().is_file():
         raise ValueError(f"--function ({spec.path}): there is no such file; give the path of a Python file")
-    if load(spec, section="--function").asynchronous:
-        raise ValueError(f"--function ({spec.path}): `{spec.name}` is async, and would ask its server for every row")
+    function = load(spec, section="--function")
+    if function.asynchronous or function.runs_programs:
+        why = "is async and may ask a server" if function.asynchronous else "runs programs of the model"
+        raise ValueError(f"--function ({spec.path}): `{spec.name}` {why}, which is not tried here")
     sample, limits = sample_of(checked_data(name, key="FILE"), "FILE", AS_IT_IS), LimitsConfig()
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         server = runner.run(stack.enter_async_context(fork_server({"": spec}, limits)))
         try:
-            found = runner.run(answers(server, "", spec, sample, limits))
-            trial = Trial(key="--function", name=named(spec), spec=spec, sample=sample, answers=found)
+            trial = Trial(key="--function", name=named(spec), spec=spec, sample=sample)
+            trial.answers = runner.run(answers(server, "", trial, limits))
             print(trial)
             _print([line if trial.broken else f"warning: {line}" for line in trial.doubts()])
             if trial.broken:
                 return 1
-            references = list(read_references(name, found[0].mark, whole=True))
+            references = list(read_references(name, trial.answers[0].mark, whole=True))
             own = _Own(Caller(server, "", limits), runner)
             return _check_answers(name, references, own.compute_score)
         finally:

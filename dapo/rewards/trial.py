@@ -81,7 +81,7 @@ def next_different(references: Sequence[Reference], index: int) -> Reference | N
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A row with the right and a wrong answer. program, other_program: reference solutions of it and of another row,
-    for the function `code`; "" without one."""
+    for functions that run programs; "" without one."""
 
     row: Row
     right: str
@@ -130,13 +130,14 @@ class Answers:
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """One function of a run. key: of its entry in the configuration. name: for people. skipped: why it is not tried; ""
-    if it is. answers: by row."""
+    """One function of a run. key: of its entry in the configuration. name: for people. programs: whether its answers
+    are programs. skipped: why it is not tried; "" if it is. answers: by row."""
 
     key: str
     name: str
     spec: RewardFunctionConfig
     sample: Sample | None
+    programs: bool = False
     skipped: str = ""
     answers: list[Answers] = field(default_factory=list)
 
@@ -145,10 +146,8 @@ class Trial:
             return f"reward {self.name}: not tried: {self.skipped}"
         given = {kind: [one.of(kind) for one in self.answers] for kind in KINDS}
         right, wrong, empty = map(_values, given.values())
-        text = f"; right is {_cut(self.answers[0].text)}" if ready_name(self.spec.path) != "code" else ""
-        return (
-            f"reward {self.name}: right answer {right}, wrong {wrong}, empty {empty} ({len(self.answers)} rows{text})"
-        )
+        rows = f"{len(self.answers)} row{'s' if len(self.answers) > 1 else ''}; right is {_cut(self.answers[0].text)}"
+        return f"reward {self.name}: right answer {right}, wrong {wrong}, empty {empty} ({rows})"
 
     @property
     def where(self) -> str:
@@ -189,9 +188,16 @@ def tried(cfg: Config) -> tuple[list[str], list[str], list[str]]:
         section, sample = section_of(entry) if entry else SECTION, _sample(cfg, files)
         sections.append([])
         for index, spec in enumerate(specs):
-            why = _skipped(spec, load(spec, index=index, section=section), sample)
-            name, key = label_of(entry, named(spec)), f"{section}[{index}]"
-            sections[-1].append(Trial(key=key, name=name, spec=spec, sample=sample, skipped=why))
+            function = load(spec, index=index, section=section)
+            trial = Trial(
+                key=f"{section}[{index}]",
+                name=label_of(entry, named(spec)),
+                spec=spec,
+                sample=sample,
+                programs=function.runs_programs,
+                skipped=_skipped(function, sample),
+            )
+            sections[-1].append(trial)
     asyncio.run(_try_all([one for trials in sections for one in trials], cfg.reward.limits))
     lines, warnings, errors = list[str](), list[str](), list[str]()
     for trials in sections:
@@ -213,8 +219,8 @@ def _of_section(trials: Sequence[Trial]) -> Iterator[str]:
         return
     if not any(one.tells or one.answers[0].right.score is None for one in trials):
         yield (
-            f"{first.where} gives the same score for right and wrong answers, so there is nothing to learn; it "
-            f"was tried with {_cut(first.answers[0].text)} and the usual other forms of an answer"
+            f"{first.where} gives the same score for right and wrong answers: with such scores there is nothing to "
+            f"learn; it was tried with {_cut(first.answers[0].text)} and the usual other forms of an answer"
         )
     elif first.tells and all(one.wrong and one.wrong.is_right for one in first.answers):
         yield (
@@ -229,7 +235,7 @@ def _unasked(trial: Trial) -> Iterator[str]:
     first = next((one for one in trial.answers if one.tells), None)
     if sample is None or first is None or ready not in (None, "math", "math_verify", "gsm8k"):
         return
-    if not first.mark:
+    if not first.mark and not trial.programs:
         yield (
             f"{trial.where} takes {_cut(first.text)} for right, but no answer with words around it, such as "
             f"{_cut(FORMS['answer:'].format(first.text))}: a model that reasons is never right; read the end of the "
@@ -238,10 +244,12 @@ def _unasked(trial: Trial) -> Iterator[str]:
     read = READY[ready] if ready else (first.mark,)
     if not first.mark or sample.made_for_it or {*read} & {*sample.asked} or (first.bare and first.bare.is_right):
         return
-    key = f"{sample.key.rpartition('.')[0]}.system_prompt"
+    ask = f"'data.system_prompt=\"{ASK[first.mark]}\"'"
+    if sample.key.startswith("data.sources"):
+        ask = f'`system_prompt: "{ASK[first.mark]}"` in its entry of `data.sources`'
     yield (
         f"{trial.where} looks for {_cut(first.text)}, and none of the first {sample.looked_at} prompts of "
-        f"`{sample.key}` asks for that form; ask the model for it: '{key}=\"{ASK[first.mark]}\"'"
+        f"`{sample.key}` asks for that form; ask the model for it: {ask}"
     )
 
 
@@ -250,12 +258,12 @@ def named(spec: RewardFunctionConfig) -> str:
     return path if spec.name == "compute_score" else f"{path}:{spec.name}"
 
 
-def _skipped(spec: RewardFunctionConfig, function: LoadedFunction, sample: Sample | None) -> str:
+def _skipped(function: LoadedFunction, sample: Sample | None) -> str:
     if function.asynchronous:
         return "it is async and may ask a server"
     if sample is None:
         return "its training data is no local file, or has rows that cannot be read"
-    if ready_name(spec.path) == "code" and not all(case.program for case in sample.cases):
+    if function.runs_programs and not all(case.program for case in sample.cases):
         return "its rows hold no reference solution"
     return ""
 
@@ -268,29 +276,27 @@ async def _try_all(trials: Sequence[Trial], limits: LimitsConfig) -> None:
     try:
         async with fork_server({entry: one.spec for entry, one in entries.items()}, limits) as server:
             for entry, one in entries.items():
-                assert one.sample is not None
-                one.answers = await answers(server, entry, one.spec, one.sample, limits)
+                one.answers = await answers(server, entry, one, limits)
     except (RuntimeError, ValueError, OSError) as error:  # such as a sandbox that only the workers' nodes have
         for one in wanted:
             if not one.answers:
                 one.skipped = f"its process did not start: {error}"
 
 
-async def answers(
-    server: ForkServer, entry: str, spec: RewardFunctionConfig, sample: Sample, limits: LimitsConfig
-) -> list[Answers]:
+async def answers(server: ForkServer, entry: str, trial: Trial, limits: LimitsConfig) -> list[Answers]:
     """Returns what a function gives on each row. The rows are tried at the same time, so that a function that never
     ends takes `wall_s` once."""
-    ready = ready_name(spec.path)
-    marks = (
-        READY.get(ready, ("answer:",))[:1] if ready else [*sample.asked, *(m for m in FORMS if m not in sample.asked)]
-    )
+    assert trial.sample is not None
+    ready, asked = ready_name(trial.spec.path), trial.sample.asked
+    marks = [*asked, *(mark for mark in FORMS if mark not in asked)]  # all, those that the prompts ask for first
+    if ready or trial.programs:
+        marks = [*READY.get(ready or "", ("",))][:1]
 
     async def on(case: Case) -> Answers:
         give, until = Caller(server, entry, limits), time.monotonic() + limits.wall_s
         tries: list[Answers] = []
         for mark in marks:
-            text, other = (case.program, case.other_program) if ready == "code" else case.texts(mark)
+            text, other = (case.program, case.other_program) if trial.programs else case.texts(mark)
             right = await give(case.row, text)
             wrong = None if right.ended else await give(case.row, other)
             tries.append(Answers(text=text, mark=mark, right=right, wrong=wrong))
@@ -302,7 +308,7 @@ async def answers(
         bare = await give(case.row, case.right) if found.tells and found.mark and not ready else None
         return replace(found, empty=await give(case.row, ""), bare=bare)
 
-    return await asyncio.gather(*map(on, sample.cases))
+    return await asyncio.gather(*map(on, trial.sample.cases))
 
 
 def _files(cfg: Config, entry: str, own: Collection[str]) -> Files | None:
@@ -325,8 +331,9 @@ def _sample(cfg: Config, files: Files) -> Sample | None:
 
 def template(model: str) -> str:
     """Returns the text of the files that hold a model's chat template; "" without them."""
-    here, cached = Path(resolve_path(model)), cached_config(model)
-    folder = here if here.is_dir() else cached.parent if cached else here
+    folder = Path(resolve_path(model))
+    if not folder.is_dir() and (cached := cached_config(model)):
+        folder = cached.parent
     files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
     return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 

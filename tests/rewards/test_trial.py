@@ -85,7 +85,7 @@ def test_every_function_is_tried_on_a_right_a_wrong_and_an_empty_answer(tmp_path
             assert all(words in line for words, line in zip(said, about, strict=True)), about
 
 
-ASKS = "ask the model for it: 'data.sources[0].system_prompt="
+ASKS = 'ask the model for it: `system_prompt: "Think step by step. Then write #### and the final number."` in its entry'
 SOURCE = (
     "data.train_files=[]",
     "data.sources=[{{name: own, files: [{file}], system_prompt: '{asked}', functions: [{own}]}}]",

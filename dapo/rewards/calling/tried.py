@@ -67,7 +67,8 @@ class Caller:
         if child.failure not in ("cpu", "memory", "wall"):
             return child.detail
         key, unit = ("memory_bytes", "bytes") if child.failure == "memory" else (f"{child.failure}_s", "s")
-        return f"it needs more than `reward.limits.{key}` ({getattr(self._limits, key):,.10g} {unit})"
+        value = f"{getattr(self._limits, key):,.10g} {unit}"
+        return f"it needs more than `reward.limits.{key}` ({value}); raise that if it may"
 
 
 @asynccontextmanager
