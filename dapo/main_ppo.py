@@ -143,7 +143,7 @@ def _check(cfg: Config) -> None:
 
     for line in doubts(cfg):
         warn(line)
-    if problems := [*_machine_problems(cfg), *early_problems(cfg, warn)]:
+    if problems := [*_machine_problems(cfg), *early_problems(cfg, warn, say)]:
         raise ValueError("\n".join(problems))
 
 

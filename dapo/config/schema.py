@@ -155,7 +155,7 @@ class TrainerConfig:
     )
     preflight: bool = key(
         True,
-        "check the driver's machine first: the fast part of `dapo doctor`",
+        "first check the driver's machine (the fast part of `dapo doctor`) and try the reward functions",
         resume="harmless",
     )
     ray_address: str = key(

@@ -12,7 +12,8 @@ from dapo.config.schema import Config
 from dapo.data.template import asked, check_template, clock_at, rendered
 from dapo.data.tokenizer import TEXT
 from dapo.data.values import shown
-from dapo.rewards.selfcheck import FUNCTIONS, no_answers, reference, verdicts
+from dapo.rewards.selfcheck import FUNCTIONS, mark_of, no_answers, verdicts
+from dapo.rewards.trial import reference
 from dapo.types import HeldOut, Messages, Prompt
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
@@ -111,6 +112,6 @@ def judged_truths(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Judged]:
     for name in dict.fromkeys(ready_name(spec.path) for spec in cfg.reward.functions):
         if name in FUNCTIONS and name != "code" and every:
             step = -(-len(every) // SLOW.get(name, SAMPLE))
-            references = [reference(prompt.id, prompt.ground_truth, name) for prompt in every[::step]]
+            references = [reference(prompt.id, prompt.ground_truth, mark_of(name)) for prompt in every[::step]]
             compute_score = importlib.import_module(f"dapo.rewards.{name}").compute_score
             yield name, len(references), verdicts(references, compute_score).lines, no_answers(references)

@@ -3,7 +3,7 @@ functions, installation."""
 
 import os
 import socket
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from dapo.config.reward_functions import SECTION, labels, ready_name, section_of, source_functions
 from dapo.config.rules import model
 from dapo.config.schema import Config
-from dapo.data.files import check_cache, read_chunks
+from dapo.data.files import check_cache
 from dapo.data.sources import check_files, held_out_files, train_files
 from dapo.ground.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards import judge
-from dapo.rewards.calling import tried
 from dapo.rewards.calling.loading import LoadedFunction, load, with_judge
+from dapo.rewards.trial import tried
 from dapo.sandbox.confine import python_paths
 from dapo.turns.loading import load as load_rollout
 from dapo.turns.loading import runs_programs
@@ -45,8 +45,9 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
-    """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run."""
+def early_problems(cfg: Config, warn: Callable[[str], None], say: Callable[[str], None]) -> list[str]:
+    """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run; say:
+    what each reward function gave."""
     functions = [*_reward_functions(cfg)]
     problems = [
         *_push(cfg, warn),  # before `unreachable`, which may set HF_HUB_OFFLINE
@@ -57,11 +58,13 @@ def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
         *_rollout_function(cfg),
         *_cluster(cfg),
     ]
-    if not functions:
-        for fails, line in rewards_tried(cfg):
-            problems += [line] if fails else []
-            if not fails:
-                warn(line)
+    if cfg.trainer.preflight and cfg.trainer.only != "train" and not functions:
+        lines, doubts, errors = tried(cfg)
+        for line in lines:
+            say(line)
+        for line in doubts:
+            warn(line)
+        problems += errors
     return [*dict.fromkeys(problems)]
 
 
@@ -72,37 +75,6 @@ def file_problems(cfg: Config, *, trains: bool = True) -> Iterator[str]:
     yield from _reward_functions(cfg)
     yield from _rollout_function(cfg)
     yield from _cluster(cfg)
-
-
-def rewards_tried(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """Calls each user-defined reward function on made-up responses to the first row of its data, if that is a local
-    file. Yields (fails on every response, message) for responses without a score. All functions must be loadable."""
-    own = source_functions(cfg.data.sources)
-    for entry, specs in {"": cfg.reward.functions, **own}.items():
-        row = _first_row(cfg, entry, own)
-        for index, spec in enumerate(specs if row else ()):
-            key = f"{section_of(entry) if entry else SECTION}[{index}]"
-            function = None if ready_name(spec.path) else load(spec, index=index)
-            if row and function and not function.asynchronous and not function.runs_programs:
-                yield from tried.doubts(spec, row, cfg.reward.limits, key)
-
-
-def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | None:
-    """Returns the first row that the functions of `entry` score; "" means `reward.functions`. None if the file is not
-    local or the row is invalid: loading the data reports that."""
-    for one in train_files(cfg.data):
-        if one.reading.entry != entry and (entry or one.reading.entry in own):
-            continue
-        try:
-            name = checked_data(one.files[0], key=one.key)
-            chunk = next(read_chunks(name, one.key, one.reading)) if Path(name).is_file() else None
-            if chunk is not None:
-                rest, truth = chunk.rest(0), chunk.reward_models[0]["ground_truth"]
-                extra = dict(rest.get("extra_info") or {})
-                return tried.Row(data_source=rest["data_source"], ground_truth=truth, extra_info=extra)
-        except (ValueError, StopIteration, LookupError, TypeError):
-            return None
-    return None
 
 
 def _push(cfg: Config, warn: Callable[[str], None]) -> Iterator[str]:

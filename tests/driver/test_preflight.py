@@ -433,38 +433,11 @@ def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkey
     assert os.environ["HF_HUB_OFFLINE"] == "1", "what is in the cache is read without asking again"
 
 
-@pytest.mark.parametrize(
-    ("body", "said", "fails"),
-    [
-        ("return 1.0 if solution_str.endswith(ground_truth) else 0.0", [], False),
-        ("print('hello'); return {'score': 1.0, 'acc': True}", [], False),
-        ("return '1.0'", ["no score for the answer 'Answer: 26': reward function", "for an empty answer: "], True),
-        ("return solution_str.missing", ["`compute_score` raised AttributeError", "at line 2 of mine.py"], True),
-        (
-            "return {'score': 1 / len(solution_str)}",
-            ["for an empty answer: reward function `compute_score` raised Zero"],
-            False,
-        ),
-        ("pass", ["gives None for the answer 'Answer: 26'", "gives None for an empty answer"], False),
-        ("return 1.0 if solution_str else None", ["gives None for an empty answer"], False),
-        ("import time; time.sleep(9)", ["longer than `reward.limits.wall_s` (1)"], True),
-        ("import os; os._exit(3)", ["exit code 3"], True),
-        ("return float('nan') if open('/x' * 9, 'w') else 0", ["FileNotFoundError", "FileNotFoundError"], True),
-    ],
-)
-def test_a_reward_function_is_tried_before_any_worker_starts(
-    tmp_path: Path, body: str, said: list[str], fails: bool
-) -> None:
+def test_a_reward_function_is_called_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return '1'"
     )
-    given = [
-        f"reward.functions=[{{path: {tmp_path / 'mine.py'}}}]",
-        "reward.limits.wall_s=1",
-        "reward.limits.cpu_s=0.5",
-    ]
-    warned: list[str] = []
-    problems = early_problems(compose(given, experiment="dapo_tiny"), warned.append)
-    found = problems if fails else warned
-    assert (problems == []) != fails and len(found) == len(said), (problems, warned)
-    assert all(words in line for words, line in zip(said, found, strict=True)), found
+    there = f"trainer.output_dir={tmp_path / 'run'}"
+    [line] = refused(there, f"reward.functions=[{{path: math}}, {{path: {tmp_path / 'mine.py'}}}]")
+    assert line.startswith("`reward.functions[1]` (") and "gave str as its score; give a number" in line
+    assert "reward math: right answer 1.0, wrong -1.0, empty -1.0 (3 rows" in capsys.readouterr().out
