@@ -214,7 +214,7 @@ class RewardModelConfig:
         "",
         "directory, `pkg://PACKAGE/DIR` or hub name, as `model.path`; empty: no reward model",
         verl="reward.reward_model.model_path, reward_model.model.path",
-        trl="reward_funcs",
+        trl="reward_model_name_or_path",
     )
     weight: float = key(
         1.0, "factor of its score in the reward", values="a finite number", holds=math.isfinite, trl="reward_weights"
@@ -255,7 +255,7 @@ class RewardConfig:
         [RewardFunctionConfig()],
         "reward functions, at least one; the first says what counts as correct (its `acc`, or a positive score)",
         verl="reward.custom_reward_function",
-        trl="reward_funcs",
+        trl="reward_funcs, GRPOTrainer.reward_funcs",
     )
     num_workers: int = at_least(
         1,

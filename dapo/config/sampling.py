@@ -74,7 +74,7 @@ class DataConfig:
         "files of training prompts, all of one source; empty where `data.sources` has several",
         values="at least one file or hub data set, as in data.train_files=[a.parquet], or data.sources=[...]",
         verl="data.train_files",
-        trl="dataset_name",
+        trl="dataset_name, GRPOTrainer.train_dataset",
     )
     sources: list[SourceConfig] = key(
         [],
@@ -105,6 +105,7 @@ class DataConfig:
         "a list of files",
         holds=_are_sets,
         verl="data.val_files",
+        trl="GRPOTrainer.eval_dataset",
         resume="harmless",
     )
     batches: str = key("", "folder `batches/` of a run, which `trainer.only=train` trains on; else empty")
@@ -245,7 +246,11 @@ class RolloutConfig(SamplingConfig):
         verl=f"{ROLLOUT}.enable_rollout_routing_replay",
     )
     num_engines: int = at_least(
-        1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own", resume="harmless"
+        1,
+        1,
+        "vLLM engines, each with `tensor_parallel_size` GPUs of its own",
+        verl="rollout.nnodes, rollout.n_gpus_per_node",
+        resume="harmless",
     )
     cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU", resume="harmless")
     start_timeout_s: float = positive(
@@ -281,7 +286,7 @@ class EvalConfig(SamplingConfig):
     actors update."""
 
     every: int = at_least(
-        0, 5, "steps between evaluations", "; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"
+        0, 5, "steps between evaluations", "; 0: none on the way", verl="trainer.test_freq, rollout.test_freq", trl="eval_steps"
     )
     before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
     after_train: bool = key(True, "evaluate after the last step")
@@ -326,4 +331,5 @@ class FilterGroupsConfig:
         "updates that a token may be old when it is trained on; 0: every response is sampled from the policy that is "
         "updated, and the engines rest during the update; above, they go on (with `trainer.colocate=time` after it, "
         "where they stood), and `algorithm.rollout_correction` corrects for it",
+        verl="async_training.staleness_threshold",
     )
