@@ -26,9 +26,20 @@ MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "acto
 class LoraConfig:
     """Low-rank adapters (peft) train in place of all weights, and are merged on their way to the engines."""
 
-    rank: int = at_least(0, 0, "rank of the adapters", "; 0 is off, 8 to 64 are usual", verl=f"{MODEL}.lora_rank, {MODEL}.lora.rank", trl="lora_r, LoraConfig.r")
+    rank: int = at_least(
+        0,
+        0,
+        "rank of the adapters",
+        "; 0 is off, 8 to 64 are usual",
+        verl=f"{MODEL}.lora_rank, {MODEL}.lora.rank",
+        trl="lora_r, LoraConfig.r",
+    )
     alpha: float = positive(
-        32.0, "the adapter counts alpha / rank", "; 2 x `model.lora.rank` is usual", verl=f"{MODEL}.lora_alpha, {MODEL}.lora.alpha", trl="lora_alpha, LoraConfig.lora_alpha"
+        32.0,
+        "the adapter counts alpha / rank",
+        "; 2 x `model.lora.rank` is usual",
+        verl=f"{MODEL}.lora_alpha, {MODEL}.lora.alpha",
+        trl="lora_alpha, LoraConfig.lora_alpha",
     )
     target_modules: list[str] = key(
         ["all-linear"],

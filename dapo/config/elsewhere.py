@@ -23,7 +23,9 @@ _SCHEDULE = "`actor.optim.lr_scheduler` and `actor.optim.lr_scheduler_kwargs` sa
 _GREEDY = "training always samples, and evaluation does unless `eval.temperature` is 0; leave it out"
 _UPDATES = "`trainer.total_steps` counts updates, not epochs"
 _TURNS = Refused("`rollout.function.path` names a function for several turns")
-_SHARDED = "FSDP2 shards over all ranks or `actor.fsdp_size`, and `actor.ulysses_sequence_parallel_size` splits sequences"
+_SHARDED = (
+    "FSDP2 shards over all ranks or `actor.fsdp_size`, and `actor.ulysses_sequence_parallel_size` splits sequences"
+)
 _OWN_DATA = Refused("own data set and sampler classes are not loaded; write the rows that they give to a file")
 _TEXT = "prompts are text, and rows with images, video or sound are refused; leave it out"
 _PROFILED = "times of all phases are metrics; leave it out"
@@ -37,6 +39,9 @@ _NO_HUB = "nothing is uploaded; `checkpoint.hf_export` is the model to upload"
 _DISTRIBUTED = "Ray starts the ranks, and FSDP2 trains; leave it out"
 _WIDTH = "evaluation has no batches; leave it out"
 _UPLOADED = "`logging.wandb` and `logging.mlflow` have runs elsewhere; leave it out"
+
+_DIFFUSION = Refused("models of images and actions are not trained")
+_RECIPE = Refused("it is a recipe of its own, whose algorithm dapo does not have")
 
 # verl's and TRL's names of engine arguments
 ENGINE_NAMES = {
@@ -90,6 +95,7 @@ VERL: dict[str, str] = {  # shell patterns; the first match counts
     "algorithm.gamma": _NO_CRITIC,
     "algorithm.lam": _NO_CRITIC,
     f"{_CORRECTION}.rollout_rs*": "it is `algorithm.rollout_correction.mode=mask`, with `lower` and `upper`",
+    f"{_CORRECTION}.use_policy_gradient": Refused("it is `algorithm.policy_loss`: reinforce"),
     f"{_CORRECTION}.rollout_token_veto_threshold": Refused("no single token leaves out a response"),
     f"{_CORRECTION}.rollout_is_batch_normalize": Refused("weights are not normalized over the batch"),
     f"{_CORRECTION}.loss_type": "it is `algorithm.policy_loss`",
@@ -164,6 +170,9 @@ VERL: dict[str, str] = {  # shell patterns; the first match counts
     "actor_rollout_ref.ref.*": "the reference runs on the actors' ranks, with their settings; leave it out",
     "actor_rollout_ref.nccl_timeout": "it is `actor.timeout_s`",
     f"{_ROLLOUT}.log_prob_*": _PACKED,
+    f"{_ROLLOUT}.layer_name_map.*": "engines read tensors under transformers' names; leave it out",
+    f"{_ROLLOUT}.server.*": "the engines belong to the run, and Ray starts them; leave it out",
+    f"{_ROLLOUT}.sglang_*": "vLLM always generates; leave it out",
     f"{_ROLLOUT}.name": "vLLM always generates; leave it out",
     f"{_ROLLOUT}.mode": "responses always flow one at a time; leave it out",
     f"{_ROLLOUT}.calculate_log_probs": "log-probabilities are always kept; leave it out",
@@ -215,6 +224,9 @@ VERL: dict[str, str] = {  # shell patterns; the first match counts
     "reward_model.rollout.*": "`reward.model.max_tokens` bounds a pass of a reward model; `reward.judge` generates",
     "reward*.reward_kwargs.*": "functions get `kwargs` of their entry in `reward.functions`; leave it out",
     "reward_model.reward_loop_*": "`reward.functions` names functions, not managers; leave it out",
+    "reward_model.megatron.*": "each copy of a reward model is on one GPU; leave it out",
+    "reward_model.load_weight": "weights are always loaded; leave it out",
+    "reward_model.nccl_timeout": "it is `reward.model.timeout_s`",
     "reward_model.*resource_pool": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
     "reward_model.n*_per_node": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
     "reward_model.nnodes": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
@@ -249,6 +261,31 @@ VERL: dict[str, str] = {  # shell patterns; the first match counts
     "async_training.*": "`filter_groups.max_staleness` bounds how old a token may be",
     "rollout.total_epochs": _UPDATES,
     "transfer_queue*": "responses flow one at a time through Ray; leave it out",
+    **{
+        f"{_ROLLOUT}.{name}": _DIFFUSION
+        for name in (
+            *("height", "width", "latent_*", "num_inference_steps", "eta", "*cfg_scale", "vae_scale_factor"),
+            *("init_same_noise", "output_dir", "online.*", "only", "result.*"),
+        )
+    },
+    **{
+        f"{_ACTOR}.{name}": _DIFFUSION
+        for name in (
+            *("sampling_steps", "timestep_fraction", "*cfg_scale", "shift", "clip_range", "ppo_clip_range"),
+            *("ppo_adv_clip_max", "ppo_kl_coeff", "ppo_max_grad_norm", "model_args_path", "micro_batch_size"),
+            "num_images_in_input",
+        )
+    },
+    f"{_MODEL}.reward_model*": _DIFFUSION,
+    "env.*": _DIFFUSION,
+    "trainer.n_*_gpus_per_node": _DIFFUSION,
+    "trainer.fixed_eval": _DIFFUSION,
+    f"{_ACTOR}.gvpo_beta": _RECIPE,
+    "trainer.spo.*": _RECIPE,
+    "atropos.*": _RECIPE,
+    "async_flow.*": _RECIPE,
+    "async_resources.*": _RECIPE,
+    "reward_model.elliptical.*": _RECIPE,
     "ray_*init.*": "`trainer.ray_address` names a running cluster",
     "ray_kwargs.*": "`trainer.ray_address` names a running cluster",
 }
@@ -357,7 +394,8 @@ TRL: dict[str, str] = {
     "GRPOTrainer.quantization_config": Refused("weights are trained in full precision"),
     "GRPOTrainer.tools": _TURNS,
     "GRPOTrainer.environment_factory": _TURNS,
-    "GRPOTrainer.rollout_func": _TURNS,
+    "GRPOTrainer.rollout_*": _TURNS,
+    "accelerate_config": _DISTRIBUTED,
 }
 
 

@@ -217,7 +217,7 @@ class RolloutConfig(SamplingConfig):
         16,
         "responses per prompt",
         ": the advantage compares the responses of a group",
-        verl=f"{ROLLOUT}.n",
+        verl=f"{ROLLOUT}.n, rollout.n",
         trl="num_generations",
     )
     temperature: float = positive(
@@ -286,7 +286,12 @@ class EvalConfig(SamplingConfig):
     actors update."""
 
     every: int = at_least(
-        0, 5, "steps between evaluations", "; 0: none on the way", verl="trainer.test_freq, rollout.test_freq", trl="eval_steps"
+        0,
+        5,
+        "steps between evaluations",
+        "; 0: none on the way",
+        verl="trainer.test_freq, rollout.test_freq",
+        trl="eval_steps",
     )
     before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
     after_train: bool = key(True, "evaluate after the last step")

@@ -9,7 +9,6 @@ for; what a run on this machine would refuse of the file is said too.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,6 @@
 """What becomes of each field of another system's run.
 
-    fields given ─▶ a rule, else a key of the same meaning, else what happens instead ─▶ keys of dapo, a line per field
+fields given ─▶ a rule, else a key of the same meaning, else what happens instead ─▶ keys of dapo, a line per field
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from dapo.config.algorithm import CLIP, POLICY_LOSSES
 from dapo.config.elsewhere import TRL, VERL, Refused, said_of
 from dapo.config.names import OPEN, elsewhere
 from dapo.config.schema import Config
-from dapo.tools.translate.shell import UNKNOWN
+from dapo.tools.translate.shell import first_unknown
 
 UNACCOUNTED, REFUSED, TRANSLATED, INSTEAD, SAME = KINDS = (
     "unaccounted",
@@ -104,10 +104,15 @@ def _outcome(run: Run, name: str, value: Any, rules: Rules) -> Outcome:
     rule = next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), None)
     ours = list(dict.fromkeys(key for system, key in elsewhere().get(name, ()) if system == run.system))
     if rule or len(ours) == 1:
-        if missing := _unknown(value):
+        if missing := first_unknown(value):
             return refused(f"`{missing}` is not known without running it; give its value")
         if rule:
-            return rule(run, value)
+            try:
+                outcome = rule(run, value)
+            except (TypeError, ValueError):  # arithmetic with other fields
+                return refused("it, or a field that counts with it, is not known or no number")
+            missing = first_unknown(dict(outcome.sets))
+            return refused(f"`{missing}` is not known without running it") if missing else outcome
         if value is None:
             return instead(f"no value: `{ours[0]}` keeps dapo's default")
         if typing.get_origin(_kinds().get(ours[0])) is list and not isinstance(value, list):
@@ -115,7 +120,11 @@ def _outcome(run: Run, name: str, value: Any, rules: Rules) -> Outcome:
         return same(ours[0], value)
     for system, mapping, rest in _inside(name):
         if system == run.system:
-            return refused(f"`{_unknown(value)}` is not known") if _unknown(value) else same(f"{mapping}.{rest}", value)
+            return (
+                refused(f"`{first_unknown(value)}` is not known")
+                if first_unknown(value)
+                else same(f"{mapping}.{rest.replace('-', '_')}", value)
+            )
     if said := said_of(name, VERL if run.system == "verl" else TRL):
         if isinstance(said, Refused) and value not in OFF:
             return refused(said)
@@ -129,13 +138,6 @@ def _inside(name: str) -> list[tuple[str, str, str]]:
     for at in [at for at, letter in enumerate(name) if letter == "."]:
         found += [(system, key, name[at + 1 :]) for system, key in elsewhere().get(name[:at], ()) if key in OPEN]
     return found
-
-
-def _unknown(value: Any) -> str:
-    if isinstance(value, str) and UNKNOWN[0] in value:
-        return value.partition(UNKNOWN[0])[2].partition(UNKNOWN[1])[0]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next(filter(None, map(_unknown, inner)), "")
 
 
 def _of_the_loss(sets: dict[str, Any], lines: list[Line]) -> tuple[dict[str, Any], list[Line]]:
@@ -167,5 +169,3 @@ def defaults() -> dict[str, Any]:
 def known(names: Mapping[str, Any]) -> list[str]:
     """Returns the keys that dapo does not have, for tests of the rules."""
     return [name for name in names if name not in _kinds() and not name.startswith(tuple(f"{each}." for each in OPEN))]
-
-

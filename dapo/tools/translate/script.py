@@ -2,10 +2,11 @@
 
 import ast
 import builtins
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo.tools.translate.shell import unknown
+from dapo.tools.translate.shell import is_known, unknown
 from dapo.tools.translate.values import Unknown, value_of
 
 CONFIG, TRAINER, ADAPTERS = "GRPOConfig", "GRPOTrainer", ("LoraConfig",)
@@ -17,13 +18,13 @@ OF_TRL = {
 }
 
 
-def fields_of(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields by name, and what could not be read. Raises ValueError where there is no GRPOConfig."""
+def fields_of(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields by name, and what could not be read. options: of the script's command line. Raises ValueError where there is no GRPOConfig."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise ValueError(f"{path}: line {error.lineno}: it is no Python ({error.msg})") from None
-    names = _names(tree)
+    names = _names(tree) | {f".{name}": ast.parse(repr(value), mode="eval").body for name, value in options.items()}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [call for call in calls if _called(call).endswith(CONFIG)]
     trainers = [call for call in calls if _called(call).endswith(TRAINER)]
@@ -47,7 +48,7 @@ def fields_of(path: Path) -> tuple[dict[str, Any], list[str]]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             target = node.targets[0]
             if isinstance(target.value, ast.Name) and target.value.id in settings:
-                given[target.attr] = _value(node.value, names)
+                given |= _field(target.attr, node.value, names, "")
     if not configs:
         notes.append(f"its {CONFIG} comes from the command line: give that too, as in python {path.name} --beta 0.0")
     return given, notes
@@ -59,7 +60,10 @@ def _names(tree: ast.Module) -> dict[str, ast.AST]:
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Name() as target]):
-                found[target.id] = node.value
+                found[target.id] = _Before(target.id, found).visit(node.value)
+            case ast.Assign(targets=[ast.Tuple() as target], value=ast.Tuple() as value):
+                pairs = zip(target.elts, value.elts, strict=False)
+                found |= {each.id: one for each, one in pairs if isinstance(each, ast.Name)}
             case ast.Assign(targets=[ast.Tuple() as target]):
                 found |= {each.id: node.value for each in target.elts if isinstance(each, ast.Name)}
             case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value):
@@ -68,7 +72,20 @@ def _names(tree: ast.Module) -> dict[str, ast.AST]:
                 found.setdefault(node.name, node)
             case ast.ImportFrom():
                 found |= {each.asname or each.name: node for each in node.names}
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(option)), *_]):
+                defaults = [each.value for each in node.keywords if each.arg == "default"]
+                found |= {f".{option.lstrip('-').replace('-', '_')}": one for one in defaults}
     return found
+
+
+class _Before(ast.NodeTransformer):
+    """Puts what a name stood for in place of it, as in `dataset = dataset.map(f)`."""
+
+    def __init__(self, name: str, found: Mapping[str, ast.AST]) -> None:
+        self._name, self._found = name, found
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 the library's name
+        return self._found.get(node.id, node) if node.id == self._name else node
 
 
 def _names_of(calls: list[ast.Call], keyword: str) -> set[str]:
@@ -86,15 +103,27 @@ def _keywords(call: ast.Call, names: dict[str, ast.AST], prefix: str) -> dict[st
     for each in call.keywords:
         if each.arg is None:
             inner = _value(each.value, names)
-            given |= inner if isinstance(inner, dict) else {f"{prefix}**": inner}
-        elif each.arg == "reward_funcs":
-            nodes = _items(each.value, names)
-            given[f"{prefix}{each.arg}"] = [_function(node, names) for node in nodes]
-        elif each.arg in ("train_dataset", "eval_dataset"):
-            given[f"{prefix}{each.arg}"] = _data(each.value, names)
+            given |= inner if isinstance(inner, dict) else {f"**{ast.unparse(each.value)}": inner}
         else:
-            given[f"{prefix}{each.arg}"] = _value(each.value, names)
+            given |= _field(each.arg, each.value, names, prefix)
     return given
+
+
+def _field(name: str, node: ast.AST, names: dict[str, ast.AST], prefix: str) -> dict[str, Any]:
+    inner = names.get(node.id) if isinstance(node, ast.Name) else node
+    if name == "reward_funcs":
+        return {f"{prefix}{name}": [_function(each, names) for each in _items(node, names)]}
+    if name in ("train_dataset", "eval_dataset"):
+        return {f"{prefix}{name}": _data(node, names)}
+    if isinstance(inner, ast.Call) and _called(inner) in ("get_peft_config", "get_quantization_config"):
+        return {}  # of fields of the command line
+    if name == "model_init_kwargs" and isinstance(inner, ast.Call) and _called(inner) == "dict":
+        kwargs = {str(each.arg): _value(each.value, names) for each in inner.keywords}
+        return {name: {key: value for key, value in kwargs.items() if is_known(value)}}
+    if name == "model" and isinstance(inner, ast.Call) and _called(inner) == "from_pretrained" and inner.args:
+        kwargs = {str(each.arg): _value(each.value, names) for each in inner.keywords}
+        return {f"{prefix}{name}": _value(inner.args[0], names)} | ({"model_init_kwargs": kwargs} if kwargs else {})
+    return {f"{prefix}{name}": _value(node, names)}
 
 
 def _value(node: ast.AST, names: dict[str, ast.AST]) -> Any:
@@ -139,10 +168,10 @@ def _data(node: ast.AST, names: dict[str, ast.AST]) -> Any:
                 if names[name] is node:
                     break
                 node = names[name]
-            case ast.Call(func=ast.Attribute(attr="map" | "filter" | "select" | "shuffle" | "cast_column") as func):
-                node = func.value
             case ast.Subscript(value=inner):
                 node = inner
+            case ast.Call(func=ast.Attribute(attr=attr) as func) if not attr.startswith(("from_", "load_")):
+                node = func.value
             case ast.Call() if _called(node) == "load_dataset" and node.args:
                 name, *more = (_value(each, names) for each in node.args)
                 files = [each.value for each in node.keywords if each.arg == "data_files"]

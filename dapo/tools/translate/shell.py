@@ -3,9 +3,10 @@ executed: what only a command knows, such as `$(date)`, stays in the text betwee
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from dapo.tools.translate.values import Unknown, value_of
 
@@ -13,13 +14,36 @@ UNKNOWN = ("\ue000", "\ue001")  # around what is not known, in private-use lette
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
-_OPENS, _SEPARATES, _CLOSES = ("if", "for", "while", "until", "case", "{"), ("then", "elif", "else", "do"), ("fi", "done")
+_OPENS, _SEPARATES, _CLOSES = (
+    ("if", "for", "while", "until", "case", "{"),
+    ("then", "elif", "else", "do"),
+    ("fi", "done"),
+)
 _TESTS = {"=": str.__eq__, "==": str.__eq__, "!=": str.__ne__}
-_NUMBERS = {"-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__, "-gt": int.__gt__, "-ge": int.__ge__}
+_NUMBERS = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+}
 
 
 def unknown(text: str) -> str:
     return f"{UNKNOWN[0]}{text}{UNKNOWN[1]}"
+
+
+def is_known(value: Any) -> bool:
+    return not first_unknown(value)
+
+
+def first_unknown(value: Any) -> str:
+    """Returns what is not known of a value; empty if all is."""
+    if isinstance(value, str) and UNKNOWN[0] in value:
+        return value.partition(UNKNOWN[0])[2].partition(UNKNOWN[1])[0]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(first_unknown, inner)), "")
 
 
 @dataclass(slots=True)
@@ -143,8 +167,8 @@ class Script:
             elif letter == '"':
                 quoted, at, seen = not quoted, at + 1, True
             elif letter == "\\" and at + 1 < len(word):
-                kept = "\\" if quoted and word[at + 1] not in '$`"\\' else ""
-                found[-1] += kept + word[at + 1]
+                kept = "\\" if quoted and word[at + 1] not in '$`"\\\n' else ""
+                found[-1] += "" if word[at + 1] == "\n" else kept + word[at + 1]
                 at, seen = at + 2, True
             elif letter in "$`":
                 end = _end_of_expansion(word, at)
@@ -172,6 +196,8 @@ class Script:
             return list(self.arguments)
         if text == "$#":
             return [str(len(self.arguments))]
+        if text == "$(pwd)":
+            return self._variable("PWD")
         if text.startswith("$(") or text.startswith("`"):
             return [unknown(text)]
         return self._variable(text[1:])
@@ -292,7 +318,7 @@ def _words(text: str) -> list[str]:
 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yields the words of each command, quotes and expansions as they stand. An array is one word."""
-    text = re.sub(r"\\\r?\n", "", text.replace("\r\n", "\n"))
+    text = text.replace("\r\n", "\n")
     words: list[str] = []
     word, at, drop = "", 0, 0
     heredocs: list[str] = []
@@ -316,7 +342,7 @@ def _commands(text: str) -> Iterator[list[str]]:
             word += text[at : end + 1]
             at = end + 1
         elif letter == "\\":
-            word += text[at : at + 2]
+            word += "" if text[at + 1 : at + 2] == "\n" else text[at : at + 2]
             at += 2
         elif letter in "$`":
             end = _end_of_expansion(text, at)
@@ -393,14 +419,3 @@ def _end_of_array(text: str, at: int) -> int:
                 return index + 1
         index += 1
     return len(text)
-
-
-def trainings(script: Script, is_entry: Mapping[str, object] | Sequence[str]) -> list[list[str]]:
-    """Returns the arguments of each command that starts one of these modules or files."""
-    found = []
-    for words in script.commands:
-        for index, word in enumerate(words):
-            if any(fnmatchcase(word, pattern) for pattern in is_entry):
-                found.append(words[index + 1 :])
-                break
-    return found

@@ -19,7 +19,7 @@ from dapo.config.compose import to_config
 from dapo.config.schema import Config
 from dapo.tools.translate import trl, verl
 from dapo.tools.translate.outcome import Line, Run, translate
-from dapo.tools.translate.script import fields_of
+from dapo.tools.translate.script import TRAINER, fields_of
 from dapo.tools.translate.shell import UNKNOWN, Script, unknown
 
 VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -61,7 +61,7 @@ def read(arguments: Sequence[str], number: int = 1) -> Source:
     path = Path(arguments[0]).expanduser()
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return _of_yaml(path, arguments[1:])
-    if path.suffix == ".py" and path.is_file() and "verl" not in path.read_text(encoding="utf-8"):
+    if path.suffix == ".py" and path.is_file():
         return _of_script(path, arguments[1:])
     notes: list[str] = []
     if path.is_file():
@@ -90,6 +90,7 @@ def read(arguments: Sequence[str], number: int = 1) -> Source:
     system, words, entry = runs[number - 1]
     if system == "verl":
         given = dict(_of_overrides(words, notes))
+        given = _with_file(given, path.parent if path.is_file() else Path())
         return Source(path.name if path.is_file() else entry, Run("verl", given, _defaults(entry)), notes)
     return _of_trl_command(entry, words, path.parent if path.is_file() else Path(), notes)
 
@@ -97,7 +98,10 @@ def read(arguments: Sequence[str], number: int = 1) -> Source:
 def _defaults(entry: str) -> Mapping[str, Any]:
     if "one_step_off" in entry or "fully_async" in entry:
         stale = 1 if "one_step_off" in entry else 0.1
-        return verl.DEFAULTS | {"actor_rollout_ref.hybrid_engine": False, "async_training.staleness_threshold": stale}
+        apart = {"actor_rollout_ref.hybrid_engine": False, "async_training.staleness_threshold": stale}
+        if stale == 1:
+            return verl.DEFAULTS | apart
+        return verl.DEFAULTS | apart | {"async_training.trigger_parameter_sync_step": 4}
     return verl.DEFAULTS
 
 
@@ -109,15 +113,20 @@ def _trainings(commands: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[st
             if any(fnmatchcase(word, pattern) for pattern in verl.ENTRIES):
                 found.append(("verl", list(words[index + 1 :]), word))
                 break
-            if any(fnmatchcase(word, pattern) for pattern in trl.ENTRIES) and any(
-                one.startswith("--") for one in words[index + 1 :]
-            ):
+            if any(fnmatchcase(word, pattern) for pattern in trl.ENTRIES) or _has_config(word):
                 found.append(("TRL", list(words[index + 1 :]), word))
                 break
         else:
             if found and words and LOST.fullmatch(words[0]):
                 found[-1][1].extend(words)
     yield from found
+
+
+def _has_config(word: str) -> bool:
+    path = Path(word)
+    return (
+        path.suffix == ".py" and path.is_file() and f"{TRAINER}(" in path.read_text(encoding="utf-8", errors="replace")
+    )
 
 
 def _of_overrides(words: Sequence[str], notes: list[str]) -> Iterator[tuple[str, Any]]:
@@ -170,9 +179,11 @@ def _plain(value: Any) -> Any:
                 return yaml.safe_load(value)
             except yaml.YAMLError:
                 return value
-        return {"true": True, "false": False, "null": None, "None": None, "none": "none"}.get(value, value) if (
-            value in ("true", "false", "null", "None")
-        ) else {"True": True, "False": False}.get(value, value)
+        return (
+            {"true": True, "false": False, "null": None, "None": None, "none": "none"}.get(value, value)
+            if (value in ("true", "false", "null", "None"))
+            else {"True": True, "False": False}.get(value, value)
+        )
     return value
 
 
@@ -184,14 +195,36 @@ def _of_yaml(path: Path, arguments: Sequence[str]) -> Source:
     notes: list[str] = []
     if "actor_rollout_ref" in tree:
         return Source(path.name, Run("verl", given | dict(_of_overrides(arguments, notes)), verl.DEFAULTS), notes)
-    flat = {str(name): OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for name, each in tree.items()}
+    flat = {
+        str(name): OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for name, each in tree.items()
+    }
     flat = {name: _plain(value) for name, value in flat.items()}
     return Source(path.name, Run("TRL", flat | trl.options(arguments), trl.DEFAULTS), notes)
+
+
+def _with_file(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Adds the fields of the file that --config-path and --config-name name, if it is here; those given count."""
+    place, name = str(given.get("--config-path", ".")), str(given.get("--config-name")).removesuffix(".yaml")
+    file = next((each for each in (Path(place), folder / place) if (each / f"{name}.yaml").is_file()), None)
+    if file is None or verl.CONFIG_NAMES.fullmatch(name):
+        return given
+    tree = OmegaConf.load(file / f"{name}.yaml")
+    if not isinstance(tree, DictConfig):
+        return given
+    tree.pop("defaults", None)
+    for key, value in given.items():
+        if not key.startswith("-"):
+            OmegaConf.update(tree, key, value, force_add=True)
+    flags = {key: value for key, value in given.items() if key.startswith("-") and not key.startswith("--config")}
+    return flags | dict(_leaves(tree))
 
 
 def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key in tree:
         name = f"{prefix}{key}"
+        if OmegaConf.is_missing(tree, key):
+            yield name, None
+            continue
         try:
             value = tree[key]
         except OmegaConfBaseException:
@@ -205,8 +238,9 @@ def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _of_script(path: Path, arguments: Sequence[str]) -> Source:
-    given, notes = fields_of(path)
-    return Source(path.name, Run("TRL", given | trl.options(arguments), trl.DEFAULTS), notes)
+    options = trl.options(arguments)
+    given, notes = fields_of(path, options)
+    return Source(path.name, Run("TRL", given | options, trl.DEFAULTS), notes)
 
 
 def _of_trl_command(entry: str, words: Sequence[str], folder: Path, notes: list[str]) -> Source:
@@ -214,7 +248,7 @@ def _of_trl_command(entry: str, words: Sequence[str], folder: Path, notes: list[
     options = trl.options(words)
     for file in (Path(entry), folder / entry):
         if file.suffix == ".py" and file.is_file():
-            given, notes = fields_of(file)
+            given, notes = fields_of(file, options)
             break
     if config := options.pop("config", None):
         file = next((file for file in (Path(config), folder / config) if file.is_file()), None)

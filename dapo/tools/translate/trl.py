@@ -11,7 +11,7 @@ from dapo.tools.translate.outcome import OFF, Outcome, Rules, Run, instead, refu
 from dapo.tools.translate.script import OF_TRL
 from dapo.tools.translate.verl import rows_of
 
-ENTRIES = ("grpo", "trl.scripts.grpo", "*.py")
+ENTRIES = ("grpo", "trl.scripts.grpo", "*g[rs]po*.py")
 
 DEFAULTS: dict[str, Any] = {  # of trl/trainer/grpo_config.py and transformers, where dapo's differ or a rule reads them
     "num_processes": 1,
@@ -115,7 +115,10 @@ def _optimizer_steps(run: Run) -> int:
 def _batches(run: Run, value: Any) -> Outcome:
     n, one, all_ = int(run.get("num_generations")), _per_step(run), _per_generation(run)
     if one % n or all_ % n:
-        return refused(f"{one} responses of an optimizer step are no whole groups of {n}, which dapo trains on")
+        return refused(
+            f"{one} responses of an optimizer step are no whole groups of {n}, which dapo trains on "
+            f"(processes: {run.get('num_processes')}; num_processes=N gives another number)"
+        )
     sets = {"data.train_batch_size": all_ // n, "actor.ppo_mini_batch_size": min(one, all_) // n}
     sets["data.gen_batch_size"] = all_ // n
     return translated(
@@ -220,7 +223,7 @@ def _updates(run: Run) -> int | None:
 
 
 def _epochs(run: Run, value: Any) -> Outcome:
-    if (run.get("max_steps") or -1) > 0:
+    if (run.get("max_steps") or -1) > 0 and value is not None:
         return instead("max_steps counts")
     steps = _updates(run)
     if steps is None:
@@ -240,7 +243,9 @@ def _warmup(run: Run, value: Any) -> Outcome:
         return translated("in optimizer steps", {key: int(steps), "actor.optim.lr_scheduler_unit": "optimizer_step"})
     updates = _updates(run)
     if updates is None:
-        return refused(f"`{key}` counts steps, and their number is not known here; give it {ratio} x `trainer.total_steps`")
+        return refused(
+            f"`{key}` counts steps, and their number is not known here; give it {ratio} x `trainer.total_steps`"
+        )
     return translated(f"{ratio} of {updates} updates", {key: int(ratio * updates)})
 
 
@@ -461,6 +466,7 @@ def _count(run: Run, value: Any) -> Outcome:
 DEFAULTS |= {"(overlong punishment)": None, "(dynamic sampling)": None, "delta": None}
 RULES: Rules = {
     "(overlong punishment)": _no_overlong,
+    "[*][*]*": lambda run, value: refused("its entries are not known without running it"),
     "(dynamic sampling)": _filtered,
     "num_processes": _ranks,
     "GRPOTrainer.model": _model,

@@ -38,8 +38,12 @@ def _value(node: ast.AST, names: Mapping[str, ast.AST], depth: int) -> Any:
     if depth > 50:
         raise Unknown(ast.unparse(node))
     match node:
-        case ast.Constant():
+        case ast.Constant() if node.value is not ...:
             return node.value
+        case ast.Attribute(value=ast.Name()) if f".{node.attr}" in names:  # of the command line
+            return known(names[f".{node.attr}"])
+        case ast.Call(func=ast.Name(id="dict"), args=[]):
+            return {str(each.arg): known(each.value) for each in node.keywords}
         case ast.Name() if node.id in names:
             return known(names[node.id])
         case ast.List() | ast.Tuple() | ast.Set():

@@ -2,14 +2,23 @@
 `dapo.config.elsewhere`."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.config.paths import resolve_path
 from dapo.tools.translate.outcome import OFF, Outcome, Rules, Run, instead, refused, same, translated
+from dapo.tools.translate.shell import is_known
 
-ENTRIES = ("verl.trainer.main_ppo", "recipe.*.main_*", "recipe.*_main*", "verl.*.main_ppo", "verl.*_main", "*/main_ppo.py")
+ENTRIES = (
+    "verl.trainer.main_ppo",
+    "recipe.*.main_*",
+    "recipe.*_main*",
+    "verl.*.main_ppo",
+    "verl.*_main",
+    "*/main_ppo.py",
+)
 ENTRIES = (*ENTRIES, "recipe.*.main", "main_ppo.py", "*.main_dapo", "recipe.*main_ppo", "rep_exp.main_*")
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 CORRECTION, OPTIM = "algorithm.rollout_correction", f"{ACTOR}.optim"
@@ -61,7 +70,9 @@ DEFAULTS: dict[str, Any] = {  # of verl/trainer/config, where dapo's differ or a
     "trainer.experiment_name": "gsm8k",
     "trainer.default_local_dir": None,
 }
-CONFIG_NAMES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+CONFIG_NAMES = re.compile(
+    r"(fully_async_|one_step_off_|transfer_queue_|dapo_(transfer_queue_)?)?(ppo_)?(megatron_)?trainer"
+)
 ESTIMATORS = {
     "grpo": {"algorithm.advantage.function": "group"},
     "grpo_vectorized": {"algorithm.advantage.function": "group"},
@@ -151,7 +162,9 @@ def _kl_kind(run: Run, value: Any) -> Outcome:
 
 
 def _kl_kind_in_reward(run: Run, value: Any) -> Outcome:
-    return _kl_kind(run, value) if run.get("algorithm.use_kl_in_reward") else instead("there is no KL penalty in rewards")
+    return (
+        _kl_kind(run, value) if run.get("algorithm.use_kl_in_reward") else instead("there is no KL penalty in rewards")
+    )
 
 
 def _clip(run: Run, value: Any) -> Outcome:
@@ -203,8 +216,8 @@ def rows_of(files: Any) -> int | None:
 
     total = 0
     for file in files if isinstance(files, list) else [files]:
-        path = Path(resolve_path(str(file)))
         try:
+            path = Path(resolve_path(str(file)))
             if path.suffix == ".parquet":
                 total += parquet.read_metadata(path).num_rows
             elif path.suffix == ".jsonl":
@@ -243,7 +256,9 @@ def _warmup(run: Run, value: Any) -> Outcome:
     ratio = run.get(f"{OPTIM}.lr_warmup_steps_ratio") or 0.0
     total = _steps_known(run) if ratio else 0
     if total is None:
-        return refused(f"`{key}` counts steps, and their number is not known here; give it {ratio} x `trainer.total_steps`")
+        return refused(
+            f"`{key}` counts steps, and their number is not known here; give it {ratio} x `trainer.total_steps`"
+        )
     return translated(f"{ratio} of {total} steps" if ratio else "none", {key: int(ratio * total)})
 
 
@@ -264,7 +279,7 @@ def _scheduler(run: Run, value: Any) -> Outcome:
 def _gpus(run: Run, value: Any) -> Outcome:
     nodes, each = run.get("trainer.nnodes"), run.get("trainer.n_gpus_per_node")
     if not isinstance(nodes, int) or not isinstance(each, int):
-        return refused(f"{nodes} x {each} GPUs are no number")
+        return refused("the number of GPUs is not known without running it")
     ranks, one = nodes * each, _gpus_of_an_engine(run)
     if not run.get("actor_rollout_ref.hybrid_engine") or "rollout.n_gpus_per_node" in run.given:
         return translated(f"{nodes} x {each} ranks", {"actor.num_workers": ranks})
@@ -292,13 +307,17 @@ def _shared(run: Run, value: Any) -> Outcome:
 
 
 def _offload(run: Run, value: Any) -> Outcome:
+    if run.get(f"{ACTOR}.fsdp_config.offload_policy") is True:
+        return translated("host, by offload_policy", {"actor.offload": "host"})
     names = ("optimizer_offload", "param_offload", "grad_offload")
     on = any(run.get(f"{ACTOR}.{part}.{name}") is True for part in ("fsdp_config", "megatron") for name in names)
     if not on:
         return translated("none", {"actor.offload": "none"})
     if "rollout.n_gpus_per_node" in run.given or not run.get("actor_rollout_ref.hybrid_engine"):
         return translated("none: no engine needs the ranks' memory", {"actor.offload": "none"})
-    return translated("phase: the optimizer state is in host memory while engines have the GPU", {"actor.offload": "phase"})
+    return translated(
+        "phase: the optimizer state is in host memory while engines have the GPU", {"actor.offload": "phase"}
+    )
 
 
 def _policy(run: Run, value: Any) -> Outcome:
@@ -323,7 +342,7 @@ def _eval(name: str) -> Any:
 
 def _correction(run: Run, value: Any) -> Outcome:
     level, reject = run.get(f"{CORRECTION}.rollout_is"), run.get(f"{CORRECTION}.rollout_rs")
-    if run.get(f"{CORRECTION}.bypass_mode"):
+    if run.get(f"{CORRECTION}.bypass_mode", "async_training.use_rollout_log_probs"):
         if run.get(f"{CORRECTION}.loss_type") == "reinforce":
             return refused("with bypass_mode: give `algorithm.policy_loss`=reinforce and a correction by hand")
         return instead("the ratio to the engines is the correction (bypass_mode)")
@@ -374,9 +393,14 @@ def _before(run: Run, value: Any) -> Outcome:
     return same("eval.before_train", value)
 
 
+def _named(run: Run, name: str) -> str:
+    value = run.get(name)
+    return str(value) if is_known(value) else "verl"
+
+
 def _logger(run: Run, value: Any) -> Outcome:
     loggers = value if isinstance(value, list) else [value]
-    project, name = str(run.get("trainer.project_name")), str(run.get("trainer.experiment_name"))
+    project, name = (_named(run, f"trainer.{name}") for name in ("project_name", "experiment_name"))
     sets: dict[str, Any] = {"logging.tensorboard": "tensorboard" in loggers}
     if "wandb" in loggers:
         sets["logging.wandb"] = {"project": project, "name": name}
@@ -404,13 +428,15 @@ def _alpha(run: Run, value: Any) -> Outcome:
 def _folder(run: Run, value: Any) -> Outcome:
     if value:
         return same("trainer.output_dir", value)
-    folder = f"outputs/{run.get('trainer.experiment_name')}"
+    folder = f"outputs/{_named(run, 'trainer.experiment_name')}"
     return translated("by the experiment's name", {"trainer.output_dir": folder})
 
 
 def _resume(run: Run, value: Any) -> Outcome:
     if value in ("auto", "disable"):
-        return translated("never" if value == "disable" else "auto", {"checkpoint.resume": "never" if value == "disable" else "auto"})
+        return translated(
+            "never" if value == "disable" else "auto", {"checkpoint.resume": "never" if value == "disable" else "auto"}
+        )
     return refused("a run goes on from a checkpoint of dapo's; export verl's to Hugging Face's format as `model.path`")
 
 
@@ -443,13 +469,21 @@ def _agent(run: Run, value: Any) -> Outcome:
 def _reward_path(run: Run, value: Any) -> Outcome:
     files = run.get("data.train_files")
     if value in OFF:
-        ready = "gsm8k" if files and all("gsm8k" in str(one) for one in (files if isinstance(files, list) else [files])) else "math"
+        ready = (
+            "gsm8k"
+            if files and all("gsm8k" in str(one) for one in (files if isinstance(files, list) else [files]))
+            else "math"
+        )
         said = f"verl chooses by each row's data_source; here `{ready}`, or the function that you name"
         return translated(said, {"reward.functions": [{"path": ready}]})
     entry: dict[str, Any] = {"path": value}
-    entry |= {"name": name} if (name := run.get("custom_reward_function.name", "reward.custom_reward_function.name")) else {}
+    entry |= (
+        {"name": name} if (name := run.get("custom_reward_function.name", "reward.custom_reward_function.name")) else {}
+    )
     marks = ("custom_reward_function.reward_kwargs.", "reward.custom_reward_function.reward_kwargs.")
-    kwargs = {name.removeprefix(mark): one for mark in marks for name, one in run.given.items() if name.startswith(mark)}
+    kwargs = {
+        name.removeprefix(mark): one for mark in marks for name, one in run.given.items() if name.startswith(mark)
+    }
     entry |= {"kwargs": kwargs} if kwargs else {}
     return translated("the entry of `reward.functions`", {"reward.functions": [entry]})
 
@@ -488,7 +522,10 @@ def _scorers(run: Run, value: Any) -> Outcome:
 
 def _penalty(key: str) -> Any:
     def rule(run: Run, value: Any) -> Outcome:
-        on = any(name.endswith((".overlong_buffer_cfg.enable", ".overlong_buffer.enable")) and one is True for name, one in run.given.items())
+        on = any(
+            name.endswith((".overlong_buffer_cfg.enable", ".overlong_buffer.enable")) and one is True
+            for name, one in run.given.items()
+        )
         return same(f"reward.overlong_buffer.{key}", value) if on else instead("the overlong punishment is off")
 
     return rule
@@ -505,9 +542,9 @@ def _dtype(run: Run, value: Any) -> Outcome:
 
 def _config(run: Run, value: Any) -> Outcome:
     name = str(value).removesuffix(".yaml")
-    if name in CONFIG_NAMES:
+    if CONFIG_NAMES.fullmatch(name):
         return instead("verl's own defaults")
-    return refused("its file is not read; translate the tree that verl prints with `--cfg job --resolve`")
+    return refused("there is no such file here; translate the tree that verl prints with `--cfg job --resolve`")
 
 
 def _flag(run: Run, value: Any) -> Outcome:
@@ -516,7 +553,13 @@ def _flag(run: Run, value: Any) -> Outcome:
 
 def _targets(run: Run, value: Any) -> Outcome:
     key = "model.lora.target_modules"
-    return same(key, value) if isinstance(value, list) else translated("a list", {key: str(value).strip("[]").split(",")})
+    return (
+        same(key, value) if isinstance(value, list) else translated("a list", {key: str(value).strip("[]").split(",")})
+    )
+
+
+def _samples(run: Run, value: Any) -> Outcome:
+    return same("logging.samples", value) if value and value > 0 else translated("none", {"logging.samples": 0})
 
 
 def _seed(run: Run, value: Any) -> Outcome:
@@ -605,6 +648,7 @@ RULES: Rules = {
     "trainer.test_freq": _every("eval.every"),
     "trainer.val_before_train": _before,
     "trainer.max_actor_ckpt_to_keep": _keep,
+    "trainer.log_val_generations": _samples,
     "trainer.logger": _logger,
     "trainer.project_name": _label,
     "trainer.experiment_name": _label,
