@@ -396,6 +396,11 @@ TRL: dict[str, str] = {
     "GRPOTrainer.environment_factory": _TURNS,
     "GRPOTrainer.rollout_*": _TURNS,
     "accelerate_config": _DISTRIBUTED,
+    "env": "environment variables are set where the run is started",
+    **dict.fromkeys(
+        ("max_inflight_tasks", "queue_maxsize", "weight_sync_steps", "request_timeout", "*_worker_*"),
+        "responses flow one at a time, and weights after each update; leave it out",
+    ),
 }
 
 

@@ -337,4 +337,5 @@ class FilterGroupsConfig:
         "updated, and the engines rest during the update; above, they go on (with `trainer.colocate=time` after it, "
         "where they stood), and `algorithm.rollout_correction` corrects for it",
         verl="async_training.staleness_threshold",
+        trl="max_staleness",
     )

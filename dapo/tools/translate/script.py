@@ -19,18 +19,22 @@ OF_TRL = {
 
 
 def fields_of(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields by name, and what could not be read. options: of the script's command line. Raises ValueError where there is no GRPOConfig."""
+    """Returns the fields by name, and what could not be read. options: of the script's command line, which count. Raises ValueError where there is no GRPOConfig."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise ValueError(f"{path}: line {error.lineno}: it is no Python ({error.msg})") from None
-    names = _names(tree) | {f".{name}": ast.parse(repr(value), mode="eval").body for name, value in options.items()}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [call for call in calls if _called(call).endswith(CONFIG)]
     trainers = [call for call in calls if _called(call).endswith(TRAINER)]
     if not configs and not trainers:
         raise ValueError(f"{path} calls neither {CONFIG} nor {TRAINER}")
+    names = _names(tree, max(call.end_lineno or 0 for call in (*configs[:1], *trainers[:1])))
+    own = sorted(name for name in options if f".{name}" in names)
+    names |= {f".{name}": ast.parse(repr(value), mode="eval").body for name, value in options.items()}
     notes = [f"{len(configs)} calls of {CONFIG}, of which the first was read"] if len(configs) > 1 else []
+    if own:
+        notes.append(f"options of the script itself, which count where it passes them on: {', '.join(own)}")
     given: dict[str, Any] = {}
     for call in configs[:1]:
         given |= {"output_dir": _value(call.args[0], names)} if call.args else {}
@@ -49,32 +53,36 @@ def fields_of(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], l
             target = node.targets[0]
             if isinstance(target.value, ast.Name) and target.value.id in settings:
                 given |= _field(target.attr, node.value, names, "")
-    if not configs:
+    given |= {name: value for name, value in options.items() if name not in own}
+    if not configs and not options:
         notes.append(f"its {CONFIG} comes from the command line: give that too, as in python {path.name} --beta 0.0")
     return given, notes
 
 
-def _names(tree: ast.Module) -> dict[str, ast.AST]:
-    """Returns what names stand for; a name that is assigned several values stands for the last."""
+def _names(tree: ast.Module, end: int) -> dict[str, ast.AST]:
+    """Returns what names stand for in line `end`, the last of several values, and under .NAME the default of an option."""
     found: dict[str, ast.AST] = {}
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.Call)]
+    for node in sorted(nodes, key=lambda each: each.lineno):
         match node:
+            case ast.Assign() | ast.AnnAssign() if node.lineno > end:
+                continue
             case ast.Assign(targets=[ast.Name() as target]):
                 found[target.id] = _Before(target.id, found).visit(node.value)
-            case ast.Assign(targets=[ast.Tuple() as target], value=ast.Tuple() as value):
-                pairs = zip(target.elts, value.elts, strict=False)
+            case ast.Assign(targets=[ast.Tuple() as many], value=ast.Tuple() as value):
+                pairs = zip(many.elts, value.elts, strict=False)
                 found |= {each.id: one for each, one in pairs if isinstance(each, ast.Name)}
-            case ast.Assign(targets=[ast.Tuple() as target]):
-                found |= {each.id: node.value for each in target.elts if isinstance(each, ast.Name)}
-            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value):
-                found[target.id] = value
+            case ast.Assign(targets=[ast.Tuple() as many]):
+                found |= {each.id: node.value for each in many.elts if isinstance(each, ast.Name)}
+            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as one):
+                found[target.id] = one
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 found.setdefault(node.name, node)
             case ast.ImportFrom():
                 found |= {each.asname or each.name: node for each in node.names}
             case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(option)), *_]):
-                defaults = [each.value for each in node.keywords if each.arg == "default"]
-                found |= {f".{option.lstrip('-').replace('-', '_')}": one for one in defaults}
+                default = next((each.value for each in node.keywords if each.arg == "default"), ast.Constant(...))
+                found[f".{option.lstrip('-').replace('-', '_')}"] = default
     return found
 
 

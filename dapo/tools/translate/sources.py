@@ -238,18 +238,17 @@ def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _of_script(path: Path, arguments: Sequence[str]) -> Source:
-    options = trl.options(arguments)
-    given, notes = fields_of(path, options)
-    return Source(path.name, Run("TRL", given | options, trl.DEFAULTS), notes)
+    given, notes = fields_of(path, trl.options(arguments))
+    return Source(path.name, Run("TRL", given, trl.DEFAULTS), notes)
 
 
 def _of_trl_command(entry: str, words: Sequence[str], folder: Path, notes: list[str]) -> Source:
-    given: dict[str, Any] = {}
     options = trl.options(words)
     for file in (Path(entry), folder / entry):
         if file.suffix == ".py" and file.is_file():
             given, notes = fields_of(file, options)
-            break
+            return Source(entry, Run("TRL", given, trl.DEFAULTS), notes)
+    given: dict[str, Any] = {}
     if config := options.pop("config", None):
         file = next((file for file in (Path(config), folder / config) if file.is_file()), None)
         if file is None:
