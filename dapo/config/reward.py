@@ -36,9 +36,13 @@ REWARD_DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
+SIGNATURES = AUTO, VERL, TRL, TRL_TEXT, VERIFIERS = ("auto", "verl", "trl", "trl_text", "verifiers")
+
+
 @dataclass(slots=True)
 class RewardFunctionConfig:
-    """A reward function has verl's signature: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+    """A reward function has verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, or
+    TRL's; a rubric of verifiers is one too."""
 
     path: str = key(
         "math",
@@ -53,6 +57,11 @@ class RewardFunctionConfig:
     weight: float = key(1.0, "factor of its score in the reward", trl="reward_weights")
     kwargs: dict[str, Any] = key(
         {}, "given to it by keyword, besides verl's arguments", verl="reward.custom_reward_function.reward_kwargs"
+    )
+    signature: str = one_of(
+        SIGNATURES,
+        AUTO,
+        "how it is called: `auto` tells by its parameters, `trl` gives completions as messages, `trl_text` as texts",
     )
     wrong: float = key(
         -1.0,
