@@ -1,5 +1,5 @@
-"""verl's and TRL's keys without an equivalent here: what happens instead. Keys with an equivalent are named at its field
-(`verl`, `trl`), those of engine arguments in `ENGINE_NAMES`. Read by hints and `dapo.translate`."""
+"""verl's and TRL's keys without an equivalent here: what happens instead. Keys with an equivalent are named at its
+field (`verl`, `trl`), those of engine arguments in `ENGINE_NAMES`. Read by hints and `dapo.translate`."""
 
 from fnmatch import fnmatchcase
 

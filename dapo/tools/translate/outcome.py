@@ -30,7 +30,7 @@ OFF: tuple[Any, ...] = (None, False, "", 0, -1, [], {}, "null", "none")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """kind: one of KINDS. said: how it is translated, what happens instead, or why it is refused. sets: keys of dapo."""
+    """kind: one of KINDS. said: how it is translated, what happens instead, why it is refused. sets: keys of dapo."""
 
     kind: str
     said: str = ""

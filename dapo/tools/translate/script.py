@@ -19,7 +19,8 @@ OF_TRL = {
 
 
 def fields_of(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields by name, and what could not be read. options: of the script's command line, which count. Raises ValueError where there is no GRPOConfig."""
+    """Returns the fields by name, and what could not be read. options: of the script's command line, which count.
+    Raises ValueError where there is no GRPOConfig."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -60,7 +61,7 @@ def fields_of(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def _names(tree: ast.Module, end: int) -> dict[str, ast.AST]:
-    """Returns what names stand for in line `end`, the last of several values, and under .NAME the default of an option."""
+    """Returns what names stand for in line `end`: the last of several values; under .NAME the default of an option."""
     found: dict[str, ast.AST] = {}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.Call)]
     for node in sorted(nodes, key=lambda each: each.lineno):

@@ -80,8 +80,8 @@ def read(arguments: Sequence[str], number: int = 1) -> Source:
     runs = list(_trainings(commands))
     if not runs:
         raise ValueError(
-            f"{arguments[0]} starts no training that is known here: verl's modules ({', '.join(verl.ENTRIES[:3])}, ...) "
-            "or TRL's `trl grpo` and scripts; give the command as it stands"
+            f"{arguments[0]} starts no training that is known here: a main module of verl, `trl grpo` or a script with a "
+            f"{TRAINER}; give the command as it stands"
         )
     if not 1 <= number <= len(runs):
         raise ValueError(f"--command {number}: {arguments[0]} has {len(runs)} training commands")
@@ -99,6 +99,7 @@ def _defaults(entry: str) -> Mapping[str, Any]:
     if "one_step_off" in entry or "fully_async" in entry:
         stale = 1 if "one_step_off" in entry else 0.1
         apart = {"actor_rollout_ref.hybrid_engine": False, "async_training.staleness_threshold": stale}
+        apart |= {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
         if stale == 1:
             return verl.DEFAULTS | apart
         return verl.DEFAULTS | apart | {"async_training.trigger_parameter_sync_step": 4}
@@ -160,7 +161,7 @@ def _hydra_value(text: str) -> Any:
         value = OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException:
         return text
-    return _plain(value)
+    return unknown(text) if "${" in text and "${oc.env:" not in text else _plain(value)
 
 
 def _plain(value: Any) -> Any:
@@ -179,10 +180,8 @@ def _plain(value: Any) -> Any:
                 return yaml.safe_load(value)
             except yaml.YAMLError:
                 return value
-        return (
-            {"true": True, "false": False, "null": None, "None": None, "none": "none"}.get(value, value)
-            if (value in ("true", "false", "null", "None"))
-            else {"True": True, "False": False}.get(value, value)
+        return {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}.get(
+            value, value
         )
     return value
 
@@ -228,8 +227,7 @@ def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
         try:
             value = tree[key]
         except OmegaConfBaseException:
-            raw = str(OmegaConf.to_container(tree, resolve=False)[key])  # type: ignore[index, call-overload]
-            yield name, unknown(raw)
+            yield name, unknown(str(dict(OmegaConf.to_container(tree, resolve=False)).get(key)))
             continue
         if isinstance(value, DictConfig) and value:
             yield from _leaves(value, f"{name}.")
@@ -246,12 +244,12 @@ def _of_trl_command(entry: str, words: Sequence[str], folder: Path, notes: list[
     options = trl.options(words)
     for file in (Path(entry), folder / entry):
         if file.suffix == ".py" and file.is_file():
-            given, notes = fields_of(file, options)
-            return Source(entry, Run("TRL", given, trl.DEFAULTS), notes)
-    given: dict[str, Any] = {}
+            found, notes = fields_of(file, options)
+            return Source(entry, Run("TRL", found, trl.DEFAULTS), notes)
+    given: Mapping[str, Any] = {}
     if config := options.pop("config", None):
-        file = next((file for file in (Path(config), folder / config) if file.is_file()), None)
-        if file is None:
+        files = [file for file in (Path(config), folder / config) if file.is_file()]
+        if not files:
             raise ValueError(f"--config {config}: there is no such file")
-        given |= dict(_of_yaml(file, ()).run.given)
-    return Source(entry, Run("TRL", given | options, trl.DEFAULTS), notes)
+        given = _of_yaml(files[0], ()).run.given
+    return Source(entry, Run("TRL", {**given, **options}, trl.DEFAULTS), notes)

@@ -367,7 +367,7 @@ def _rewards(run: Run, value: Any) -> Outcome:
             sets |= {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.penalty_factor": weight}
             sets["reward.overlong_buffer.len"] = kwargs.get("soft_punish_cache")
         else:
-            entries.append({"path": entry["path"], "name": entry["name"], "weight": weight, "wrong": 0.0})
+            entries.append({"path": entry["path"], "name": entry["name"], "weight": weight})
             if entry["path"] == "my_reward.py":
                 said.append(f"move {entry['name']} from the script to my_reward.py, with what it needs")
             elif entry["path"] in OF_TRL.values():

@@ -11,15 +11,10 @@ from dapo.config.paths import resolve_path
 from dapo.tools.translate.outcome import OFF, Outcome, Rules, Run, instead, refused, same, translated
 from dapo.tools.translate.shell import is_known
 
-ENTRIES = (
-    "verl.trainer.main_ppo",
-    "recipe.*.main_*",
-    "recipe.*_main*",
-    "verl.*.main_ppo",
-    "verl.*_main",
-    "*/main_ppo.py",
+ENTRIES = (  # modules and files that train, as shell patterns
+    *("verl.*.main_ppo", "verl.*_main", "*main_ppo.py", "*.main_dapo"),
+    *("recipe.*.main_*", "recipe.*_main*", "recipe.*main_ppo", "recipe.*.main", "rep_exp.main_*"),
 )
-ENTRIES = (*ENTRIES, "recipe.*.main", "main_ppo.py", "*.main_dapo", "recipe.*main_ppo", "rep_exp.main_*")
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 CORRECTION, OPTIM = "algorithm.rollout_correction", f"{ACTOR}.optim"
 
@@ -31,6 +26,7 @@ DEFAULTS: dict[str, Any] = {  # of verl/trainer/config, where dapo's differ or a
     "algorithm.adv_estimator": "gae",
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_penalty": "kl",
     "algorithm.filter_groups.enable": False,
     f"{ACTOR}.clip_ratio_low": 0.2,
     f"{ACTOR}.clip_ratio_high": 0.2,
@@ -73,7 +69,7 @@ DEFAULTS: dict[str, Any] = {  # of verl/trainer/config, where dapo's differ or a
 CONFIG_NAMES = re.compile(
     r"(fully_async_|one_step_off_|transfer_queue_|dapo_(transfer_queue_)?)?(ppo_)?(megatron_)?trainer"
 )
-ESTIMATORS = {
+ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.advantage.function": "group"},
     "grpo_vectorized": {"algorithm.advantage.function": "group"},
     "rloo": {"algorithm.advantage.function": "rloo"},
@@ -104,7 +100,9 @@ def _batch(run: Run, value: Any) -> Outcome:
     mini = run.get(f"{ACTOR}.ppo_mini_batch_size")
     steps = run.get("async_training.require_batches") or 1
     every = run.get("async_training.trigger_parameter_sync_step") or 1
-    said = f"{mini} x {steps} x {every}: mini-batch, `require_batches`, `trigger_parameter_sync_step`: prompts of an update"
+    said = (
+        f"prompts of an update: mini-batch x require_batches x trigger_parameter_sync_step ({mini} x {steps} x {every})"
+    )
     return translated(said, {"data.train_batch_size": mini * steps * every})
 
 
@@ -384,7 +382,10 @@ def _keep(run: Run, value: Any) -> Outcome:
 
 def _every(key: str) -> Any:
     def rule(run: Run, value: Any) -> Outcome:
-        return same(key, value) if value and value > 0 else translated("never on the way", {key: 0})
+        if value and value > 0:
+            return same(key, value)
+        end = {"eval.after_train": False} if key == "eval.every" else {}
+        return translated("not after any step" if end else "only the last", {key: 0, **end})
 
     return rule
 
