@@ -154,6 +154,8 @@ def _of_rubric(parts: list[tuple[Callable[..., Any], float, dict[str, Any]]], wh
         return function(**_chosen(function, _parameters(function) or {}, given))
 
     def total(scores: list[Any]) -> dict[str, Any]:
+        if None in scores:
+            return {"score": None}
         numbers = [float(score) for score in scores]
         each = {_named(function): number for (function, _, _), number in zip(parts, numbers, strict=True)}
         weighted = sum(weight * number for (_, weight, _), number in zip(parts, numbers, strict=True))

@@ -219,6 +219,8 @@ class Script:
         rest, value = inner[head.end() :], self.variables.get(name)
         if name.isdecimal() and 0 < int(name) <= len(self.arguments):
             value = self.arguments[int(name) - 1]
+        if index in ("@", "*") and mark == "#" and isinstance(value, list):
+            return [str(len(value))]
         if index in ("@", "*") and not rest and not mark:
             return list(value) if isinstance(value, list) else [value or ""]
         if index is not None and isinstance(value, list):

@@ -187,7 +187,10 @@ def _plain(value: Any) -> Any:
 
 
 def _of_yaml(path: Path, arguments: Sequence[str]) -> Source:
-    tree = OmegaConf.load(path)
+    try:
+        tree = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, DictConfig):
         raise ValueError(f"{path} is no mapping of fields")
     given = dict(_leaves(tree))

@@ -169,6 +169,11 @@ def _clip(run: Run, value: Any) -> Outcome:
     return instead("verl too reads clip_ratio_low and clip_ratio_high, which have defaults of their own (0.2)")
 
 
+def _low(run: Run, value: Any) -> Outcome:
+    key = "algorithm.clip_ratio_low"
+    return same(key, value) if value <= 1 else translated("1: no lower bound", {key: 1.0})
+
+
 def _loss(run: Run, value: Any) -> Outcome:
     if value not in LOSSES:
         return refused(f"there is no loss {value}; there are {', '.join(LOSSES.values())}, and functions of your own")
@@ -590,6 +595,7 @@ RULES: Rules = {
     f"{ACTOR}.kl_loss_coef": _kl_loss,
     f"{ACTOR}.kl_loss_type": _kl_kind,
     f"{ACTOR}.clip_ratio": _clip,
+    f"{ACTOR}.clip_ratio_low": _low,
     f"{ACTOR}.policy_loss.loss_mode": _loss,
     f"{ACTOR}.loss_mode": _loss,
     f"{ACTOR}.loss_agg_mode": _agg,
