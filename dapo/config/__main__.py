@@ -30,6 +30,18 @@ from them) and the command line, in this order. Before any worker starts, unknow
 range, and keys that do not go together are reported, all at once. Engine arguments of vLLM stand under their own names
 in `rollout.vllm`.
 
+A run of verl (shell script, command line, resolved YAML) or TRL (script, command line, YAML) becomes an experiment; nothing
+of it is executed:
+
+```bash
+python -m dapo.translate --out own/experiment/mine.yaml run_dapo.sh MODEL_PATH=Qwen/Qwen2.5-7B  # sets a variable
+python -m dapo.main_ppo --config-dir own +experiment=MINE
+```
+
+The report has every field: *same* (perhaps under another name), *translated* (how), *no counterpart* (what happens
+instead), *refused* (why); then the other system's own values of what is not given, where dapo's differ. A field that is
+*unaccounted* for comes first, and the exit code is 1. The last two columns below are the names that it goes by.
+
 | experiment | what it is |
 |---|---|"""
 TABLE = "| key | default | meaning | values | verl | TRL |\n|---|---|---|---|---|---|"

@@ -325,6 +325,9 @@ TRL: dict[str, str] = {
     "use_bias_correction_kl": Refused("the estimator of the distance is not corrected for older policies"),
     "vespo_*": "there is no such loss; leave it out",
     "max_tool_calling_iterations": _TURNS,
+    "fork_threshold_tokens": str(_TURNS),
+    "token_budget": _PACKED,
+    "replay_buffer_size": Refused("a group is trained on once"),
     "log_completions*": _LOGGED,
     "log_unique_prompts": _LOGGED,
     "log_multimodal": _TEXT,
@@ -398,7 +401,7 @@ TRL: dict[str, str] = {
     "accelerate_config": _DISTRIBUTED,
     "env": "environment variables are set where the run is started",
     **dict.fromkeys(
-        ("max_inflight_tasks", "queue_maxsize", "weight_sync_steps", "request_timeout", "*_worker_*"),
+        ("max_inflight_tasks", "queue_maxsize", "weight_sync_steps", "request_timeout", "heartbeat_stale_after_s"),
         "responses flow one at a time, and weights after each update; leave it out",
     ),
 }

@@ -80,8 +80,8 @@ def read(arguments: Sequence[str], number: int = 1) -> Source:
     runs = list(_trainings(commands))
     if not runs:
         raise ValueError(
-            f"{arguments[0]} starts no training that is known here: a main module of verl, `trl grpo` or a script with a "
-            f"{TRAINER}; give the command as it stands"
+            f"{arguments[0]} starts no training that is known here: a main module of verl, `trl grpo` or a script "
+            f"with a {TRAINER}; give the command as it stands"
         )
     if not 1 <= number <= len(runs):
         raise ValueError(f"--command {number}: {arguments[0]} has {len(runs)} training commands")
