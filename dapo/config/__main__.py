@@ -30,8 +30,8 @@ from them) and the command line, in this order. Before any worker starts, unknow
 range, and keys that do not go together are reported, all at once. Engine arguments of vLLM stand under their own names
 in `rollout.vllm`.
 
-A run of verl (shell script, command line, resolved YAML) or TRL (script, command line, YAML) becomes an experiment; nothing
-of it is executed:
+A run of verl (shell script, command line, resolved YAML) or TRL (script, command line, YAML) becomes an experiment;
+nothing of it is executed:
 
 ```bash
 python -m dapo.translate --out own/experiment/mine.yaml run_dapo.sh MODEL_PATH=Qwen/Qwen2.5-7B  # sets a variable

@@ -95,8 +95,8 @@ def _hints(name: str, known: Collection[str]) -> Iterator[str]:
         system = there[0][0]
         ours = " or ".join(dict.fromkeys(f"`{key}`" for one, key in there if one == system))
         yield f"it is {system}'s name; here it is {ours}"
-    yield instead(name)
     yield _within(name)
+    yield instead(name)
     known = [key for key in known if not name.startswith(f"{key}.")]
     first, last = name.partition(".")[0], name.rpartition(".")[2]
     within = [key for key in known if key.partition(".")[0] == first and key.rpartition(".")[2] == last]
