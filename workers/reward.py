@@ -19,6 +19,7 @@ from dapo.config.reward_functions import source_functions
 from dapo.config.sampling import SourceConfig
 from dapo.ground.usage import Level, resident_bytes
 from dapo.ground.watchdog import Member
+from dapo.rewards.calling.adapters import CONVERSATION
 from dapo.rewards.calling.by_entry import Own, Specs
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import tail, with_judge
@@ -128,6 +129,7 @@ class RewardPool:
         self._warn = warn
         self._reads_last: int | None = None
         self._asks: dict[str, bool] = {"": True}  # whether functions are async, by entry, "" for all others
+        self._converses: dict[str, bool] = {"": False}  # whether functions are told the prompt's messages
         self._failed_in_a_row = self._longest_scored = 0
         self._metrics = KnownMetrics()
 
@@ -137,6 +139,7 @@ class RewardPool:
         starts = [each.start(start_timeout_s) for each in (self.fleet.workers, *self._beside)]
         about = (await asyncio.gather(*starts))[0]
         self._reads_last, self._asks = about["reads_last"], about["asks"]
+        self._converses = about["converses"]
         return describe(self._cfg, about)
 
     async def check(self) -> None:
@@ -192,7 +195,8 @@ class RewardPool:
             text=tail(response.text, self._reads_last),  # the rest need not be sent
             ground_truth=prompt.ground_truth,
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
-            | ({"prompt": _last_turn(prompt)} if asks else {}),
+            | ({"prompt": _last_turn(prompt)} if asks else {})
+            | ({CONVERSATION: _messages(prompt)} if self._converses.get(prompt.entry, self._converses[""]) else {}),
             entry=prompt.entry,
         )
         score = partial(self._asking.verdict, score=self._try) if asks else self._try
@@ -278,6 +282,11 @@ class RewardPool:
             return score if score.failure else unscorable("model")
         reward = score.reward + self._cfg.model.weight * value
         return replace(score, reward=reward, parts={**score.parts, "reward_model": value})
+
+
+def _messages(prompt: Prompt) -> list[dict[str, str]]:
+    messages = prompt.messages or (("user", prompt.text),)
+    return [{"role": role, "content": content} for role, content in messages]
 
 
 def _last_turn(prompt: Prompt) -> str:

@@ -29,8 +29,20 @@ dapo train dapo_tiny --cfg job                                     # prints all 
 
 [Hydra](https://hydra.cc) composes the defaults below, an experiment (a YAML file in `experiment/`) and the command
 line. Wrong keys, types and combinations are reported together before any worker starts. What can mean
-one thing alone is taken as that: `actor.lr=1e-6` is `actor.optim.lr`. Durations (`_s`) are in
-seconds. A key without a default must be given. In the last column names with dots are verl's, the others TRL's.
+one thing alone is taken as that: `actor.lr=1e-6` is `actor.optim.lr`. Durations (`_s`) are in seconds. A key without a
+default must be given. In the last column names with dots are verl's, the others TRL's.
+
+A run of verl (shell script, command line, resolved YAML) or TRL (script, command line, YAML) becomes an experiment;
+nothing of it is executed:
+
+```bash
+dapo translate --out own/experiment/mine.yaml run_dapo.sh MODEL_PATH=Qwen/Qwen2.5-7B  # sets a variable of the script
+dapo train --config-dir own +experiment=MINE
+```
+
+The report has every field: *same* (perhaps under another name), *translated* (how), *no counterpart* (what happens
+instead), *refused* (why); then the other system's own values of what is not given, where dapo's differ. A field that is
+*unaccounted* for comes first, and the exit code is 1.
 
 | experiment | what it is |
 |---|---|"""

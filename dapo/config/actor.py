@@ -26,15 +26,26 @@ MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "acto
 class LoraConfig:
     """Low-rank adapters (peft) train in place of all weights, and are merged for the engines."""
 
-    rank: int = at_least(0, 0, "rank of the adapters", "; 0 is off, 8 to 64 are usual", verl=f"{MODEL}.lora_rank")
+    rank: int = at_least(
+        0,
+        0,
+        "rank of the adapters",
+        "; 0 is off, 8 to 64 are usual",
+        verl=f"{MODEL}.lora_rank, {MODEL}.lora.rank",
+        trl="lora_r, LoraConfig.r",
+    )
     alpha: float = positive(
-        32.0, "an adapter counts alpha / rank", "; 2 x `model.lora.rank` is usual", verl=f"{MODEL}.lora_alpha"
+        32.0,
+        "an adapter counts alpha / rank",
+        "; 2 x `model.lora.rank` is usual",
+        verl=f"{MODEL}.lora_alpha, {MODEL}.lora.alpha",
+        trl="lora_alpha, LoraConfig.lora_alpha",
     )
     target_modules: list[str] = key(
         ["all-linear"],
         "layers with an adapter, as peft names them; `all-linear`: all but the head",
-        verl=f"{MODEL}.target_modules",
-        trl="peft_config",
+        verl=f"{MODEL}.target_modules, {MODEL}.lora.target_modules",
+        trl="lora_target_modules, LoraConfig.target_modules",
     )
 
 
@@ -46,14 +57,14 @@ class ModelConfig:
         MISSING,
         "directory, hub name, or `pkg://PACKAGE/DIR` in an installed package",
         verl=f"{MODEL}.path",
-        trl="model_name_or_path",
+        trl="model_name_or_path, GRPOTrainer.model",
     )
     dtype: str = one_of(
         DTYPES,
         "bfloat16",
         "compute type of actors and engines; master weights are float32",
-        verl="actor_rollout_ref.rollout.dtype",
-        trl="bf16",
+        verl="actor_rollout_ref.rollout.dtype, actor_rollout_ref.actor.fsdp_config.dtype",
+        trl="bf16, dtype, torch_dtype",
     )
     head_dtype: str = one_of(
         HEAD_DTYPES,
@@ -64,7 +75,7 @@ class ModelConfig:
     trust_remote_code: bool = key(
         False,
         "run the model's own Python code",
-        verl=f"{MODEL}.trust_remote_code",
+        verl=f"{MODEL}.trust_remote_code, data.trust_remote_code",
         trl="trust_remote_code",
         resume="harmless",
     )
@@ -72,7 +83,7 @@ class ModelConfig:
         "auto",
         "`auto`: packed attention that computes a shared prompt once; else a name for transformers",
         verl=f"{MODEL}.override_config.attn_implementation",
-        trl="model_init_kwargs",
+        trl="attn_implementation, model_init_kwargs",
         resume="harmless",
     )
     gradient_checkpointing: str = one_of(

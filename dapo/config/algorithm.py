@@ -215,10 +215,10 @@ class ClipCovConfig:
     share: float = share(
         2e-4,
         "part of the tokens dropped, at random between the bounds",
-        verl=f"{ACTOR}.policy_loss.clip_cov_ratio",
+        verl=f"{ACTOR}.policy_loss.clip_cov_ratio, {ACTOR}.clip_cov_ratio",
     )
-    lower: float = key(1.0, "lower bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_lb")
-    upper: float = key(5.0, "upper bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_ub")
+    lower: float = key(1.0, "lower bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_lb, {ACTOR}.clip_cov_lb")
+    upper: float = key(5.0, "upper bound of the product", verl=f"{ACTOR}.policy_loss.clip_cov_ub, {ACTOR}.clip_cov_ub")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,14 @@
-"""Hints for verl and TRL keys without an equivalent here. Keys with an equivalent are named at its field (`verl`,
-`trl`)."""
+"""verl's and TRL's keys without an equivalent here: what happens instead. Keys with an equivalent are named at its
+field (`verl`, `trl`), those of engine arguments in `ENGINE_NAMES`. Read by hints and `dapo.translate`."""
 
 from fnmatch import fnmatchcase
+
+
+class Refused(str):
+    """A key that, where it is not off, makes another run of it than dapo can do."""
+
+    __slots__ = ()
+
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _CORRECTION = "algorithm.rollout_correction"
@@ -15,16 +22,67 @@ _FILE = "write reward.functions=[{path: my_reward.py, name: compute_score, kwarg
 _SCHEDULE = "`actor.optim.lr_scheduler` and `actor.optim.lr_scheduler_kwargs` say it"
 _GREEDY = "training always samples, and evaluation does unless `eval.temperature` is 0; leave it out"
 _UPDATES = "`trainer.total_steps` counts updates, not epochs"
+_TURNS = Refused("`rollout.function.path` names a function for several turns")
+_SHARDED = (
+    "FSDP2 shards over all ranks or `actor.fsdp_size`, and `actor.ulysses_sequence_parallel_size` splits sequences"
+)
+_OWN_DATA = Refused("own data set and sampler classes are not loaded; write the rows that they give to a file")
+_TEXT = "prompts are text, and rows with images, video or sound are refused; leave it out"
+_PROFILED = "times of all phases are metrics; leave it out"
+_KERNELS = "dapo chooses its kernels itself; leave it out"
+_LOCAL = "models are read where they are; leave it out"
+_NO_MTP = Refused("heads for several tokens are not trained")
+_SAMPLED = Refused("engines have no such sampling parameter in training")
+_FINITE = "metrics of every step are always written; leave it out"
+_FILES = "the whole state and `checkpoint.hf_export` are always written; leave it out"
+_NO_HUB = "nothing is uploaded; `checkpoint.hf_export` is the model to upload"
+_DISTRIBUTED = "Ray starts the ranks, and FSDP2 trains; leave it out"
+_WIDTH = "evaluation has no batches; leave it out"
+_UPLOADED = "`logging.wandb` and `logging.mlflow` have runs elsewhere; leave it out"
 
-VERL = {  # shell patterns; the first match counts
+_DIFFUSION = Refused("models of images and actions are not trained")
+_RECIPE = Refused("it is a recipe of its own, whose algorithm dapo does not have")
+
+# verl's and TRL's names of engine arguments
+ENGINE_NAMES = {
+    **{
+        f"{_ROLLOUT}.{name}": f"rollout.vllm.{name}"
+        for name in (
+            *("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "max_model_len"),
+            *("enable_chunked_prefill", "enable_prefix_caching", "quantization", "scheduling_policy"),
+        )
+    },
+    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.vllm.tensor_parallel_size",
+    f"{_ROLLOUT}.pipeline_model_parallel_size": "rollout.vllm.pipeline_parallel_size",
+    f"{_ROLLOUT}.cudagraph_capture_sizes": "rollout.vllm.cudagraph_capture_sizes",
+    "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "vllm_max_model_length": "rollout.vllm.max_model_len",
+}
+
+VERL: dict[str, str] = {  # shell patterns; the first match counts
+    "*._target_": "classes are not named; leave it out",
+    "hydra.*": "it is Hydra's own; leave it out",
     "data.prompt_key": _COLUMNS,
     "data.reward_fn_key": _COLUMNS,
     "data.truncation": _DROPPED,
     "data.filter_overlong_prompts*": _DROPPED,
     "data.return_*": "messages are always rendered by the tokenizer's chat template; leave it out",
     "data.val_batch_size": "held-out prompts wait for free engines, in no batches; leave it out",
-    "data.tokenizer": "`model.path` has the tokenizer",
-    "data.trust_remote_code": "it is `model.trust_remote_code`",
+    "data.tokenizer": Refused("`model.path` has the tokenizer"),
+    "data.use_shm": _LOCAL,
+    "data.*_max_samples": Refused("all rows of a file are read; write a shorter file"),
+    "data.validation_shuffle": "every held-out problem is answered; leave it out",
+    "data.dataloader_num_workers": "rows are read once, before workers start; leave it out",
+    "data.image_*": _TEXT,
+    "data.video_key": _TEXT,
+    "data.tool_config_path": _TURNS,
+    "data.custom_cls.*": _OWN_DATA,
+    "data.sampler.*": _OWN_DATA,
+    "data.datagen.*": _OWN_DATA,
+    "data.min_response_length": _SAMPLED,
+    "data.*accuracy*": "`filter_groups.enable` drops groups that are all right or all wrong; leave it out",
+    "data.oversample_factor": "`data.gen_batch_size` bounds the draws in flight; leave it out",
     "algorithm.use_kl_in_reward": "`algorithm.kl.reward_coeff` above 0 switches it on",
     "algorithm.kl_ctrl.*": "`algorithm.kl.reward_coeff` stays as it is given; leave it out",
     "algorithm.filter_groups.metric": (
@@ -32,10 +90,14 @@ VERL = {  # shell patterns; the first match counts
         "(dapo/algorithm/own/README.md)"
     ),
     "algorithm.filter_groups.max_inflight_gen_batches": "`data.gen_batch_size` bounds the draws in flight",
+    "algorithm.use_pf_ppo": Refused("responses are not weighted by their reward"),
+    "algorithm.pf_ppo.*": "responses are not weighted by their reward; leave it out",
     "algorithm.gamma": _NO_CRITIC,
     "algorithm.lam": _NO_CRITIC,
     f"{_CORRECTION}.rollout_rs*": "it is `algorithm.rollout_correction.mode=mask`, with `lower` and `upper`",
-    f"{_CORRECTION}.rollout_is_batch_normalize": "weights are not normalized over the batch; leave it out",
+    f"{_CORRECTION}.use_policy_gradient": Refused("it is `algorithm.policy_loss`: reinforce"),
+    f"{_CORRECTION}.rollout_token_veto_threshold": Refused("no single token leaves out a response"),
+    f"{_CORRECTION}.rollout_is_batch_normalize": Refused("weights are not normalized over the batch"),
     f"{_CORRECTION}.loss_type": "it is `algorithm.policy_loss`",
     f"{_ACTOR}.use_kl_loss": "`algorithm.kl.loss_coeff` above 0 switches it on",
     f"{_ACTOR}.clip_ratio": "it is `algorithm.clip_ratio_low` and `algorithm.clip_ratio_high`",
@@ -43,6 +105,23 @@ VERL = {  # shell patterns; the first match counts
     f"{_ACTOR}.loss_scale_factor": "`data.max_response_length` is what seq-mean-token-sum-norm divides by",
     f"{_ACTOR}.tis_imp_ratio_cap": "it is `algorithm.rollout_correction.upper`, with `mode=truncate`",
     f"{_ACTOR}.strategy": "FSDP2 always trains; leave it out",
+    f"{_ACTOR}.megatron.*": _SHARDED,
+    f"{_ACTOR}.veomni*": _SHARDED,
+    f"{_ACTOR}.load_weight": "weights are always loaded; leave it out",
+    f"{_ACTOR}.rollout_n": "it is `rollout.n`",
+    f"{_ACTOR}.data_loader_seed": "it is `trainer.seed`",
+    f"{_ACTOR}.freeze_*": _TEXT,
+    f"{_ACTOR}.use_prefix_grouper": "the prompt of several responses is always computed once; leave it out",
+    f"{_ACTOR}.use_torch_compile": _KERNELS,
+    f"{_ACTOR}.use_fused_kernels": _KERNELS,
+    f"{_ACTOR}.use_remove_padding": _PACKED,
+    f"{_ACTOR}.use_rollout_log_probs": "it is `algorithm.rollout_correction.use_rollout_logprobs`",
+    f"{_ACTOR}.*sum_pi_squared*": "it is a metric of verl's alone; leave it out",
+    f"{_ACTOR}.checkpoint.*": _FILES,
+    "*.profiler.*": _PROFILED,
+    "*.profile.*": _PROFILED,
+    "global_profiler.*": _PROFILED,
+    f"{_ACTOR}.router_replay.*_file": "experts are replayed from the engines, not from files; leave it out",
     f"{_ACTOR}.ppo_micro_batch_size*": _PACKED,
     f"{_ACTOR}.use_dynamic_bsz": _PACKED,
     f"{_ACTOR}.entropy_*": "entropies are always computed in chunks; leave it out",
@@ -52,14 +131,48 @@ VERL = {  # shell patterns; the first match counts
     f"{_ACTOR}.optim.min_lr_ratio": _SCHEDULE,
     f"{_ACTOR}.optim.num_cycles": _SCHEDULE,
     f"{_ACTOR}.optim.total_training_steps": "it is `trainer.total_steps`",
+    f"{_ACTOR}.optim.optimizer*": "AdamW steps on float32 master weights; leave it out",
+    f"{_ACTOR}.optim.override_optimizer_config*": "AdamW steps on float32 master weights; leave it out",
+    f"{_ACTOR}.optim.lr_warmup_init": "a warm-up begins at lr / steps; leave it out",
+    f"{_ACTOR}.optim.lr_decay_*": _SCHEDULE,
+    f"{_ACTOR}.optim.lr_wsd_*": _SCHEDULE,
+    f"{_ACTOR}.optim.weight_decay_incr_style": "`actor.optim.weight_decay` stays as it is; leave it out",
+    f"{_ACTOR}.optim.use_checkpoint_opt_param_scheduler": "a run goes on with its own schedule; leave it out",
+    f"{_ACTOR}.optim.lr_scheduler*": _SCHEDULE,
+    f"{_ACTOR}.optim.min_lr": _SCHEDULE,
+    f"{_ACTOR}.fsdp_config.qat.enable": Refused("weights are not trained for their quantization"),
+    f"{_ACTOR}.fsdp_config.qat.*": "weights are not trained for their quantization; leave it out",
     f"{_ACTOR}.fsdp_config.offload_policy": "it is `actor.offload`: host",
     f"{_ACTOR}.fsdp_config.dtype": "it is `model.dtype`",
     f"{_ACTOR}.fsdp_config.model_dtype": "master weights are always float32; `model.dtype` is the compute type",
+    f"{_ACTOR}.fsdp_config.mixed_precision*": "master weights are always float32; `model.dtype` is the compute type",
+    f"{_ACTOR}.fsdp_config.seed": "it is `trainer.seed`",
+    f"{_ACTOR}.fsdp_config.*": "dapo sets FSDP2 up itself; leave it out",
     f"{_MODEL}.use_remove_padding": _PACKED,
-    f"{_MODEL}.override_config.*": "the model's own config.json holds; leave it out, or change it there",
+    f"{_MODEL}.override_config*": "the model's own config.json holds; leave it out, or change it there",
+    f"{_MODEL}.use_shm": _LOCAL,
+    f"{_MODEL}.enable_activation_offload": "`model.gradient_checkpointing` saves memory; leave it out",
+    f"{_MODEL}.use_liger": _KERNELS,
+    f"{_MODEL}.use_fused_kernels": _KERNELS,
+    f"{_MODEL}.fused_kernel_options.*": _KERNELS,
+    f"{_MODEL}.tiled_mlp.*": _KERNELS,
+    f"{_MODEL}.torch_dtype": "it is `model.dtype`",
+    f"{_MODEL}.external_lib": Refused("no module is imported for a model; `model.trust_remote_code` runs its own code"),
+    f"{_MODEL}.hf_config_path": Refused("`model.path` has the configuration"),
+    f"{_MODEL}.tokenizer_path": Refused("`model.path` has the tokenizer"),
+    f"{_MODEL}.custom_chat_template": Refused("`model.path` has the chat template; change it there"),
+    f"{_MODEL}.exclude_modules": Refused("`model.lora.target_modules` names all layers that get an adapter"),
+    f"{_MODEL}.lora_adapter_path": Refused("adapters start anew; merge them into a model first"),
+    f"{_MODEL}.lora.adapter_path": Refused("adapters start anew; merge them into a model first"),
+    f"{_MODEL}.lora.*": "peft has its own way of it; leave it out",
+    f"{_MODEL}.mtp.enable*": _NO_MTP,
+    f"{_MODEL}.mtp.*": "heads for several tokens are not trained; leave it out",
     "actor_rollout_ref.ref.*": "the reference runs on the actors' ranks, with their settings; leave it out",
     "actor_rollout_ref.nccl_timeout": "it is `actor.timeout_s`",
     f"{_ROLLOUT}.log_prob_*": _PACKED,
+    f"{_ROLLOUT}.layer_name_map.*": "engines read tensors under transformers' names; leave it out",
+    f"{_ROLLOUT}.server.*": "the engines belong to the run, and Ray starts them; leave it out",
+    f"{_ROLLOUT}.sglang_*": "vLLM always generates; leave it out",
     f"{_ROLLOUT}.name": "vLLM always generates; leave it out",
     f"{_ROLLOUT}.mode": "responses always flow one at a time; leave it out",
     f"{_ROLLOUT}.calculate_log_probs": "log-probabilities are always kept; leave it out",
@@ -71,8 +184,34 @@ VERL = {  # shell patterns; the first match counts
     f"{_ROLLOUT}.data_parallel_size": "it is `rollout.num_engines`",
     f"{_ROLLOUT}.expert_parallel_size": "it is `rollout.vllm.enable_expert_parallel`",
     "actor_rollout_ref.actor.router_replay.mode": "`rollout.replay_experts=true` is R3; leave it out",
-    f"{_ROLLOUT}.multi_turn.*": "`rollout.function.path` names a function for several turns",
-    f"{_ROLLOUT}.agent.*": "`rollout.function.path` names a function for several turns",
+    f"{_ROLLOUT}.multi_turn.enable": _TURNS,
+    f"{_ROLLOUT}.multi_turn.*_path": _TURNS,
+    f"{_ROLLOUT}.multi_turn.*": str(_TURNS),
+    f"{_ROLLOUT}.agent.agent_loop_*": _TURNS,
+    f"{_ROLLOUT}.agent.default_agent_loop": _TURNS,
+    f"{_ROLLOUT}.agent.custom_async_server.path": Refused("vLLM always generates"),
+    f"{_ROLLOUT}.agent.*": str(_TURNS),
+    f"{_ROLLOUT}.load_format": "engines get the actors' weights before the first step; leave it out",
+    f"{_ROLLOUT}.layered_summon": "weights travel in buckets of `weight_sync.bucket_bytes`; leave it out",
+    f"{_ROLLOUT}.checkpoint_engine.*": "`weight_sync.transport` says how weights travel; leave it out",
+    f"{_ROLLOUT}.multi_stage_wake_up": "engines wake for the weights, then for their cache; leave it out",
+    f"{_ROLLOUT}.*sleep_mode": "`trainer.colocate=time` lets engines sleep while the actors train",
+    f"{_ROLLOUT}.logprobs_mode": "they are always those of the distribution that was sampled from; leave it out",
+    f"{_ROLLOUT}.disable_log_stats": "the engines' numbers are metrics (`perf/`); leave it out",
+    f"{_ROLLOUT}.skip_tokenizer_init": "engines always have the tokenizer; leave it out",
+    f"{_ROLLOUT}.over_sample_rate": "`data.gen_batch_size` bounds the draws in flight; leave it out",
+    f"{_ROLLOUT}.engine_kwargs": "vLLM always generates, and its arguments are `rollout.vllm`; leave it out",
+    f"{_ROLLOUT}.engine_kwargs.vllm": "it is `rollout.vllm`",
+    f"{_ROLLOUT}.engine_kwargs.*": "vLLM always generates, and its arguments are `rollout.vllm`; leave it out",
+    f"{_ROLLOUT}.quantization_config_file": Refused("`rollout.vllm.quantization` quantizes each weight sync"),
+    f"{_ROLLOUT}.prometheus.*": "it is `logging.prometheus`",
+    f"{_ROLLOUT}.trace.*": _LOGGED,
+    f"{_ROLLOUT}.skip_*": "`trainer.only` runs half a run on kept batches; leave it out",
+    f"{_ROLLOUT}.mtp*": "heads for several tokens are not trained; leave it out",
+    f"{_ROLLOUT}.ignore_eos": Refused("a response ends at the model's end token"),
+    f"{_ROLLOUT}.moe_tensor_parallel_size": "it is `rollout.vllm.tensor_parallel_size`",
+    f"{_ROLLOUT}.micro_batch_size": _PACKED,
+    "actor_rollout_ref.checkpoint_engine*": "`weight_sync.transport` says how weights travel; leave it out",
     "custom_reward_function.overlong_buffer.*": "it is in `reward.overlong_buffer`",
     "custom_reward_function.*": _FILE,
     "reward.custom_reward_function*": _FILE,
@@ -80,6 +219,22 @@ VERL = {  # shell patterns; the first match counts
     "reward*.reward_kwargs.max_resp_len": "it is `data.max_response_length`",
     "reward_model.enable": "`reward.model.path` switches a reward model on",
     "reward.reward_model.enable": "`reward.model.path` switches a reward model on",
+    "reward_model.model.input_tokenizer": "a reward model has its own tokenizer; leave it out",
+    "reward_model.model.*": "`reward.model.path` is read as it is; leave it out",
+    "reward_model.rollout.*": "`reward.model.max_tokens` bounds a pass of a reward model; `reward.judge` generates",
+    "reward*.reward_kwargs.*": "functions get `kwargs` of their entry in `reward.functions`; leave it out",
+    "reward_model.reward_loop_*": "`reward.functions` names functions, not managers; leave it out",
+    "reward_model.megatron.*": "each copy of a reward model is on one GPU; leave it out",
+    "reward_model.load_weight": "weights are always loaded; leave it out",
+    "reward_model.nccl_timeout": "it is `reward.model.timeout_s`",
+    "reward_model.*resource_pool": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
+    "reward_model.n*_per_node": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
+    "reward_model.nnodes": "`reward.model.num_gpus` and `reward.model.num_workers` say it",
+    "reward_model.m*_batch_size*": "`reward.model.max_tokens` bounds a pass; leave it out",
+    "reward_model.use_dynamic_bsz": "`reward.model.max_tokens` bounds a pass; leave it out",
+    "reward_model.use_reward_loop": "responses are always scored one by one; leave it out",
+    "reward_model.strategy": "each copy of a reward model is on one GPU; leave it out",
+    "reward_model.ulysses*": "each copy of a reward model is on one GPU; leave it out",
     "reward_model.launch_reward_fn_async": "responses are always scored while others are generated; leave it out",
     "reward*.reward_manager*": _MANAGER,
     "*sandbox_fusion.*": "the function `code` has a sandbox of its own, `reward.limits.sandbox`",
@@ -90,9 +245,51 @@ VERL = {  # shell patterns; the first match counts
     "trainer.val_only": "`python -m dapo.evaluate` does that",
     "trainer.*_data_dir": _LOGGED,
     "trainer.balance_batch": "the work of the ranks is always balanced; leave it out",
+    "trainer.project_name": "`logging.wandb` has project and name of a run there",
+    "trainer.experiment_name": "`logging.wandb` has project and name of a run there",
+    "trainer.default_hdfs_dir": _NO_HUB,
+    "trainer.del_local_ckpt_after_load": "`checkpoint.keep` says how many stay; leave it out",
+    "trainer.esi_redundant_time": "`trainer.max_hours` saves before a limit; leave it out",
+    "trainer.ray_wait_register_center_timeout": "it is `actor.start_timeout_s`",
+    "trainer.use_legacy_worker_impl": "there is one kind of worker; leave it out",
+    "trainer.rl_logging_board_dir": _LOGGED,
+    "trainer.*tensorboard*": "`trainer.output_dir` has `tensorboard/`; leave it out",
+    "trainer.debug": "leave it out",
+    "async_training.partial_rollout": "responses in flight go on after a weight sync; leave it out",
+    "async_training.*checkpoint_engine*": "`weight_sync.transport` says how weights travel; leave it out",
+    "async_training.compute_prox_log_prob": "it is the opposite of `algorithm.rollout_correction.use_rollout_logprobs`",
+    "async_training.*": "`filter_groups.max_staleness` bounds how old a token may be",
+    "rollout.total_epochs": _UPDATES,
+    "transfer_queue*": "responses flow one at a time through Ray; leave it out",
+    **{
+        f"{_ROLLOUT}.{name}": _DIFFUSION
+        for name in (
+            *("height", "width", "latent_*", "num_inference_steps", "eta", "*cfg_scale", "vae_scale_factor"),
+            *("init_same_noise", "output_dir", "online.*", "only", "result.*"),
+        )
+    },
+    **{
+        f"{_ACTOR}.{name}": _DIFFUSION
+        for name in (
+            *("sampling_steps", "timestep_fraction", "*cfg_scale", "shift", "clip_range", "ppo_clip_range"),
+            *("ppo_adv_clip_max", "ppo_kl_coeff", "ppo_max_grad_norm", "model_args_path", "micro_batch_size"),
+            "num_images_in_input",
+        )
+    },
+    f"{_MODEL}.reward_model*": _DIFFUSION,
+    "env.*": _DIFFUSION,
+    "trainer.n_*_gpus_per_node": _DIFFUSION,
+    "trainer.fixed_eval": _DIFFUSION,
+    f"{_ACTOR}.gvpo_beta": _RECIPE,
+    "trainer.spo.*": _RECIPE,
+    "atropos.*": _RECIPE,
+    "async_flow.*": _RECIPE,
+    "async_resources.*": _RECIPE,
+    "reward_model.elliptical.*": _RECIPE,
     "ray_*init.*": "`trainer.ray_address` names a running cluster",
+    "ray_kwargs.*": "`trainer.ray_address` names a running cluster",
 }
-TRL = {
+TRL: dict[str, str] = {
     "num_train_epochs": _UPDATES,
     "per_device_train_batch_size": _PACKED,
     "gradient_accumulation_steps": _PACKED,
@@ -101,13 +298,122 @@ TRL = {
     "use_vllm": "vLLM always generates; leave it out",
     "warmup_ratio": "`actor.optim.lr_warmup_steps` counts steps",
     "vllm_importance_sampling_correction": "it is `algorithm.rollout_correction.mode`",
+    "vllm_enable_sleep_mode": "`trainer.colocate=time` lets engines sleep while the actors train",
+    "vllm_structured_outputs_regex": _SAMPLED,
+    "vllm_guided_decoding_regex": _SAMPLED,
+    "vllm_*": "the engines belong to the run, and Ray starts them; leave it out",
+    "repetition_penalty": _SAMPLED,
+    "generation_kwargs": _SAMPLED,
+    "cache_implementation": "vLLM always generates; leave it out",
+    "use_transformers_*": "vLLM always generates; leave it out",
+    "transformers_*": "vLLM always generates; leave it out",
+    "ds3_gather_for_generation": "vLLM always generates; leave it out",
+    "disable_dropout": "the actors train without dropout; leave it out",
+    "cast_lm_head_to_fp32": "it is `model.head_dtype`: float32",
+    "remove_unused_columns": "`data.format` says which columns count; leave it out",
+    "pad_to_multiple_of": _PACKED,
+    "padding_free": _PACKED,
+    "per_device_eval_batch_size": _WIDTH,
+    "eval_accumulation_steps": _WIDTH,
+    "eval_strategy": "`eval.every` and `data.val_files` say it",
+    "router_aux_loss_coef": "no auxiliary loss is added for experts; leave it out",
+    "sync_ref_model": Refused("the reference stays the model of `model.path`"),
+    "ref_model_*": "the reference stays the model of `model.path`; leave it out",
+    "use_adaptive_entropy": Refused("`algorithm.entropy_coeff` stays as it is given"),
+    "entropy_coef_*": "`algorithm.entropy_coeff` stays as it is given; leave it out",
+    "entropy_target": "`algorithm.entropy_coeff` stays as it is given; leave it out",
+    "use_bias_correction_kl": Refused("the estimator of the distance is not corrected for older policies"),
+    "vespo_*": "there is no such loss; leave it out",
+    "max_tool_calling_iterations": _TURNS,
+    "fork_threshold_tokens": str(_TURNS),
+    "token_budget": _PACKED,
+    "replay_buffer_size": Refused("a group is trained on once"),
+    "log_completions*": _LOGGED,
+    "log_unique_prompts": _LOGGED,
+    "log_multimodal": _TEXT,
+    "wandb_log_unique_prompts": _LOGGED,
+    "logging_*": _FINITE,
+    "log_*": _FINITE,
+    "disable_tqdm": "the progress line is shown on a terminal; leave it out",
+    "run_name": "`logging.wandb` has project and name of a run there",
+    "project": "`logging.wandb` has project and name of a run there",
+    "trackio_*": _UPLOADED,
+    "overwrite_output_dir": "`checkpoint.resume` says what an existing directory means",
+    "do_train": "leave it out",
+    "do_eval": "`eval.every` says it",
+    "save_only_model": _FILES,
+    "save_safetensors": _FILES,
+    "save_strategy": "it is `checkpoint.every`",
+    "save_on_each_node": _FILES,
+    "load_best_model_at_end": "`checkpoint.keep` says how many stay; leave it out",
+    "metric_for_best_model": "`checkpoint.keep` says how many stay; leave it out",
+    "push_to_hub*": _NO_HUB,
+    "hub_*": _NO_HUB,
+    "optim": "AdamW steps on float32 master weights; leave it out",
+    "optim_args": "AdamW steps on float32 master weights; leave it out",
+    "fp16": "it is `model.dtype`",
+    "tf32": _KERNELS,
+    "use_liger_*": _KERNELS,
+    "torch_compile*": _KERNELS,
+    "gradient_checkpointing_kwargs": "`model.gradient_checkpointing` says what is computed again; leave it out",
+    "activation_offloading": "`model.gradient_checkpointing` saves memory; leave it out",
+    "deepspeed": _DISTRIBUTED,
+    "fsdp*": _DISTRIBUTED,
+    "ddp_*": _DISTRIBUTED,
+    "accelerator_config": _DISTRIBUTED,
+    "local_rank": _DISTRIBUTED,
+    "parallelism_config": _DISTRIBUTED,
+    "use_cpu": "it is `trainer.device`: cpu",
+    "dataloader_*": "rows are read once, before workers start; leave it out",
+    "data_seed": "it is `trainer.seed`",
+    "full_determinism": "`trainer.seed` decides the run; leave it out",
+    "torch_empty_cache_steps": _KERNELS,
+    "model_revision": Refused("`model.path` names a directory, or a hub model at its newest commit"),
+    "load_in_*bit": Refused("weights are trained in full precision; `model.lora.rank` trains adapters"),
+    "bnb_*": "weights are trained in full precision; leave it out",
+    "use_bnb*": "weights are trained in full precision; leave it out",
+    "lora_task_type": "it is always a causal language model; leave it out",
+    "lora_modules_to_save": Refused("only adapters train"),
+    "use_rslora": Refused("an adapter counts alpha / rank"),
+    "use_dora": Refused("adapters are LoRA's own"),
+    "lora_dropout": "adapters have no dropout; leave it out",
+    "LoraConfig.task_type": "it is always a causal language model; leave it out",
+    "LoraConfig.*dropout": "adapters have no dropout; leave it out",
+    "LoraConfig.bias": "only the adapters' matrices train; leave it out",
+    "LoraConfig.*": Refused("only rank, alpha and target modules of adapters can be set"),
+    "use_peft": "`model.lora.rank` above 0 switches it on",
+    "dataset_config": Refused("the file's own name says it, as in OWNER/NAME/train.parquet"),
+    "dataset_streaming": "all rows are read before workers start; leave it out",
+    "dataset_*_split": "`data.train_files` and `data.val_files` name files; leave it out",
+    "ignore_bias_buffers": "leave it out",
+    "dataset_num_proc": "rows are read once, before workers start; leave it out",
+    "datasets": Refused("it is `data.sources`"),
+    "streaming": "all rows are read before workers start; leave it out",
+    "columns": _COLUMNS,
+    "GRPOTrainer.processing_class": "`model.path` has the tokenizer; leave it out",
+    "GRPOTrainer.reward_processing_classes": "a reward model has its own tokenizer; leave it out",
+    "GRPOTrainer.callbacks": "nothing is called within a step; `python -m dapo.inspect` follows a run",
+    "GRPOTrainer.optimizers": Refused("AdamW steps on float32 master weights"),
+    "GRPOTrainer.quantization_config": Refused("weights are trained in full precision"),
+    "GRPOTrainer.tools": _TURNS,
+    "GRPOTrainer.environment_factory": _TURNS,
+    "GRPOTrainer.rollout_*": _TURNS,
+    "accelerate_config": _DISTRIBUTED,
+    "env": "environment variables are set where the run is started",
+    **dict.fromkeys(
+        ("max_inflight_tasks", "queue_maxsize", "weight_sync_steps", "request_timeout", "heartbeat_stale_after_s"),
+        "responses flow one at a time, and weights after each update; leave it out",
+    ),
 }
 
 
 def instead(name: str) -> str:
     """Returns the hint for another system's key, for the end of an error message; empty if the key is not listed."""
     for system, words in (("verl", VERL), ("TRL", TRL)):
-        for pattern, said in words.items():
-            if fnmatchcase(name, pattern):
-                return f"it is {system}'s name; here {said}"
+        if said := said_of(name, words):
+            return f"it is {system}'s name; here {said}"
     return ""
+
+
+def said_of(name: str, words: dict[str, str]) -> str:
+    return next((said for pattern, said in words.items() if fnmatchcase(name, pattern)), "")

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from dapo.config.elsewhere import instead
+from dapo.config.elsewhere import ENGINE_NAMES, instead
 from dapo.config.fields import ITEM, keys
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlanConfig
@@ -55,7 +55,7 @@ def engine_arguments() -> frozenset[str]:
 
 
 @functools.cache
-def _elsewhere() -> dict[str, list[tuple[str, str]]]:
+def elsewhere() -> dict[str, list[tuple[str, str]]]:
     """Returns, for each name in verl or TRL, pairs of the system and our key."""
     found: dict[str, list[tuple[str, str]]] = {}
     for one in keys(Config):
@@ -63,6 +63,8 @@ def _elsewhere() -> dict[str, list[tuple[str, str]]]:
             for name in names.split(", "):  # an expression (`a / b`) never matches
                 if ITEM not in one.name and name:
                     found.setdefault(name, []).append((system, one.name))
+    for name, ours in ENGINE_NAMES.items():
+        found[name] = [("verl" if "." in name else "TRL", ours)]
     return found
 
 
@@ -90,7 +92,7 @@ def meant(name: str, plan: bool = False) -> str:
 def _within(name: str) -> str:
     """Returns the hint for a key inside a mapping that another system also passes to vLLM."""
     for dot in re.finditer(r"\.", name):
-        for system, ours in _elsewhere().get(name[: dot.start()], ()):
+        for system, ours in elsewhere().get(name[: dot.start()], ()):
             if ours in OPEN:
                 return f"it is {system}'s name; here it is `{ours}{name[dot.start() :]}`"
     return ""
@@ -99,12 +101,12 @@ def _within(name: str) -> str:
 def _hints(name: str, known: Collection[str]) -> Iterator[str]:
     if name.startswith(f"{PLAN}.") and name in known_keys(plan=True):
         yield "it belongs to `python -m dapo.plan` alone"
-    if there := _elsewhere().get(name):
+    if there := elsewhere().get(name):
         system = there[0][0]
         ours = " or ".join(dict.fromkeys(f"`{key}`" for one, key in there if one == system))
         yield f"it is {system}'s name; here it is {ours}"
-    yield instead(name)
     yield _within(name)
+    yield instead(name)
     known = [key for key in known if not name.startswith(f"{key}.")]
     first, last = name.partition(".")[0], name.rpartition(".")[2]
     within = [key for key in known if key.partition(".")[0] == first and key.rpartition(".")[2] == last]

@@ -29,6 +29,9 @@ REWARD_DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
+SIGNATURES = AUTO, VERL, TRL, TRL_TEXT, VERIFIERS = ("auto", "verl", "trl", "trl_text", "verifiers")
+
+
 @dataclass(slots=True)
 class RewardFunctionConfig:
     """`compute_score(data_source, solution_str, ground_truth, extra_info)`, as in verl."""
@@ -43,6 +46,11 @@ class RewardFunctionConfig:
     name: str = key("compute_score", "the function in it", verl="reward.custom_reward_function.name")
     weight: float = key(1.0, "factor of its score", trl="reward_weights")
     kwargs: dict[str, Any] = key({}, "given to it by keyword", verl="reward.custom_reward_function.reward_kwargs")
+    signature: str = one_of(
+        SIGNATURES,
+        AUTO,
+        "how it is called: `auto` tells by its parameters, `trl` gives completions as messages, `trl_text` as texts",
+    )
     wrong: float = key(
         -1.0,
         "its score for a response that reached the CPU or memory limit; give its worst",
@@ -184,7 +192,7 @@ class RewardModelConfig:
         "",
         "as `model.path`; empty: no reward model",
         verl="reward.reward_model.model_path, reward_model.model.path",
-        trl="reward_funcs",
+        trl="reward_model_name_or_path",
     )
     weight: float = key(1.0, "factor of its score", values="a finite number", holds=math.isfinite, trl="reward_weights")
     num_workers: int = at_least(1, 1, "copies of the model", resume="harmless")
@@ -221,7 +229,7 @@ class RewardConfig:
         [RewardFunctionConfig()],
         "weighted functions; the first decides what is correct (its `acc`, or a positive score)",
         verl="reward.custom_reward_function",
-        trl="reward_funcs",
+        trl="reward_funcs, GRPOTrainer.reward_funcs",
     )
     num_workers: int = at_least(
         1,

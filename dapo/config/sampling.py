@@ -70,7 +70,7 @@ class DataConfig:
         "files of training prompts, or a hub name",
         values="at least one file or hub data set, as in data.train_files=[a.parquet], or data.sources=[...]",
         verl="data.train_files",
-        trl="dataset_name",
+        trl="dataset_name, GRPOTrainer.train_dataset",
     )
     sources: list[SourceConfig] = key(
         [],
@@ -101,6 +101,7 @@ class DataConfig:
         "a list of files",
         holds=_are_sets,
         verl="data.val_files",
+        trl="GRPOTrainer.eval_dataset",
         resume="harmless",
     )
     batches: str = key("", "folder `batches/` of a run, for `trainer.only=train`")
@@ -210,7 +211,7 @@ class RolloutConfig(SamplingConfig):
         16,
         "responses per prompt, at least 2",
         ": the advantage compares the responses of a group",
-        verl=f"{ROLLOUT}.n",
+        verl=f"{ROLLOUT}.n, rollout.n",
         trl="num_generations",
     )
     temperature: float = positive(
@@ -236,7 +237,13 @@ class RolloutConfig(SamplingConfig):
         "actors use the experts that the engines chose (router replay, R3)",
         verl=f"{ROLLOUT}.enable_rollout_routing_replay",
     )
-    num_engines: int = at_least(1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs", resume="harmless")
+    num_engines: int = at_least(
+        1,
+        1,
+        "vLLM engines, each with `tensor_parallel_size` GPUs",
+        verl="rollout.nnodes, rollout.n_gpus_per_node",
+        resume="harmless",
+    )
     cpu_threads: int = at_least(1, 1, "threads of an engine without GPU", resume="harmless")
     start_timeout_s: float = positive(900.0, "longest start of an engine", resume="harmless")
     timeout_s: float = positive(3600.0, "longest wait for a group", resume="harmless")
@@ -262,7 +269,12 @@ class EvalConfig(SamplingConfig):
     """Held-out prompts are answered `n` times each, beside training."""
 
     every: int = at_least(
-        0, 5, "steps between evaluations", "; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"
+        0,
+        5,
+        "steps between evaluations",
+        "; 0: none on the way",
+        verl="trainer.test_freq, rollout.test_freq",
+        trl="eval_steps",
     )
     before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
     after_train: bool = key(True, "evaluate after the last step")
@@ -305,4 +317,6 @@ class FilterGroupsConfig:
         0,
         "updates that a token may be old; 0: on-policy; above: engines continue during the update (see "
         "`algorithm.rollout_correction`)",
+        verl="async_training.staleness_threshold",
+        trl="max_staleness",
     )

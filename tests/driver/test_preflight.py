@@ -326,7 +326,7 @@ BAD = ["model.path=/no/model", "data.train_files=[/no/a.parquet]", "reward.funct
 def test_rows_are_read_before_anything_heavy_is_loaded(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     cfg = compose([f"data.train_files={tmp_path / name}", f"data.val_files={tmp_path / name}"], experiment="dapo_tiny")
-    found = early_problems(cfg, lambda line: None)
+    found = early_problems(cfg, lambda line: None, lambda line: None)
     assert [line.split("`")[1] for line in found] == ["data.train_files", "data.val_files"]
     assert all(said in line for line in found), found
 

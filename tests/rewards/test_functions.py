@@ -1,5 +1,6 @@
 """A person's reward functions: what they are given and may return, weights, accuracy, and unscorable responses."""
 
+import asyncio
 import math
 import pickle
 import re
@@ -10,6 +11,7 @@ import pytest
 
 from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.calling.functions import RewardFunctionError, RewardFunctions
+from dapo.rewards.calling.loading import load
 
 README = Path(__file__).resolve().parents[2] / "dapo/rewards/README.md"
 HEAD = "import math\nimport numpy as np\ndef {}(data_source, solution_str, ground_truth, extra_info=None):\n    "
@@ -205,3 +207,87 @@ def test_a_limit_makes_a_response_wrong_in_every_function(tmp_path: Path) -> Non
     score = RewardFunctions([RewardFunctionConfig(), second]).at_limit("cpu")
     assert (score.accuracy, score.reward, score.failure) == (0.0, -1.0 + 0.5 * -2.0, "cpu")
     assert score.parts == {"math": -1.0, "style": -2.0}
+
+
+OTHERS = """
+
+def trl(prompts, completions, solution, level, **kwargs):
+    assert prompts[0][0]["role"] == "system" and "num_response_tokens" not in kwargs
+    return [float(one[0]["content"] == truth) * part for one, truth, part in zip(completions, solution, level)]
+
+def text(completions, answer):
+    return [float(one.startswith(truth)) for one, truth in zip(completions, answer)]
+
+async def asks(prompts, completions, ground_truth, bonus):
+    return [bonus if completions[0][0]["content"] == ground_truth[0] else None]
+
+def one(completion, answer, info):
+    return float(completion[-1]["content"] == answer) * info["level"]
+
+async def parsed(completion, parser, state):
+    return float(parser(completion[-1]["content"]) == state["answer"])
+
+def counts(completion_ids): ...
+def plays(completions, environments): ...
+def wants(completions, hints): return [1.0]
+def gives(completions): return 1.0
+def of_group(states): return [1.0]
+
+# Looks like verifiers' Rubric: lists of functions and weights, and objects that these are given.
+Rubric = type("Rubric", (), {"__module__": "verifiers.rubrics.rubric"})
+rubric = Rubric()
+rubric.funcs, rubric.weights, rubric.class_objects = [one, parsed], [1.0, 0.5], {"parser": str.strip}
+group = Rubric()
+group.rubrics = [rubric, rubric]
+whole = Rubric()
+whole.funcs, whole.weights, whole.class_objects = [of_group], [1.0], {}
+"""
+EXTRA = {
+    "level": 0.5,
+    "num_response_tokens": 3,
+    "conversation": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"}],
+}
+
+
+def other(folder: Path, name: str, **entry: Any) -> Any:
+    (folder / "others.py").write_text(OTHERS)
+    return load(RewardFunctionConfig(path=str(folder / "others.py"), name=name, **entry))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "right", "wrong"),
+    [
+        pytest.param("trl", {}, 0.5, 0.0, id="trl"),
+        pytest.param("text", {"signature": "trl_text"}, 1.0, 0.0, id="trl-text"),
+        pytest.param("asks", {"kwargs": {"bonus": 2.0}}, 2.0, None, id="trl-async"),
+        pytest.param("one", {}, {"one": 0.5, "score": 0.5, "acc": 1.0}, {"one": 0.0, "score": 0.0, "acc": 0.0}),
+        pytest.param("rubric", {}, {"one": 0.5, "parsed": 1.0, "score": 1.0, "acc": 1.0}, None, id="rubric"),
+        pytest.param("group", {}, {"one": 0.5, "parsed": 1.0, "score": 2.0, "acc": 1.0}, None, id="group-of-rubrics"),
+    ],
+)
+def test_functions_of_trl_and_rubrics(tmp_path: Path, name: str, entry: dict[str, Any], right: Any, wrong: Any) -> None:
+    function = other(tmp_path, name, **entry)
+    assert function.reads_conversation
+
+    def asked(text: str) -> Any:
+        value = function.ask("sums", text, "2", EXTRA)
+        return asyncio.run(value) if function.asynchronous else value
+
+    assert asked("2") == right
+    assert isinstance(right, dict) and wrong is None or asked("3") == wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        pytest.param("counts", r"\('counts'\) needs completion_ids, .*`reward.overlong_buffer`", id="ids"),
+        pytest.param("plays", r"needs environments, .*`rollout.function.path`", id="environments"),
+        pytest.param("wants", "wants needs `hints`, and the row has answer, completions, .* level", id="column"),
+        pytest.param("gives", "gave float for a batch of one; give a list", id="no-list"),
+        pytest.param("text", "messages: set `signature: trl_text`", id="wants-text"),
+        pytest.param("whole", r"\('whole'\): of_group scores all responses of a prompt at once", id="of-groups"),
+    ],
+)
+def test_what_dapo_cannot_give_to_them_is_told(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        other(tmp_path, name).ask("sums", "2", "2", EXTRA)

@@ -37,7 +37,8 @@ class FunctionsByEntry:
         return self._all.get(entry, self._all[""])
 
     def about(self) -> dict[str, Any]:
-        """Returns what the reward worker needs. By entry: `at_limit`, and `asks` (whether it has async functions)."""
+        """Returns what the reward worker needs. By entry: `at_limit`, `asks` (whether it has async
+        functions) and `converses` (whether one is told the prompt's messages)."""
         every = self._all.values()
         limits = [functions.reads_last for functions in every]
         return {
@@ -46,6 +47,7 @@ class FunctionsByEntry:
             "at_limit": {name: asdict(functions.at_limit("")) for name, functions in self._all.items()},
             "canaries": [{"label": label, "canary": asdict(canary)} for label, canary in self._canaries()],
             "asks": {name: any(functions.asynchronous()) for name, functions in self._all.items()},
+            "converses": {name: functions.reads_conversation for name, functions in self._all.items()},
             "asynchronous": [label for functions in every for label, _ in functions.asynchronous()],
             "without_canary": [label for functions in every for label in functions.without_canary()],
         }

@@ -59,6 +59,10 @@ class RewardFunctions:
         return any(function.runs_programs for function in self._functions)
 
     @property
+    def reads_conversation(self) -> bool:
+        return any(function.reads_conversation for function in self._functions)
+
+    @property
     def digest(self) -> str:
         """Digest of the functions' files; all workers of a run must agree on it."""
         return " ".join(function.digest for function in self._functions)

@@ -17,6 +17,7 @@ from dapo.config.reward import JudgeConfig, RewardFunctionConfig
 from dapo.config.reward_functions import PACKAGE, READY, SECTION, ready_name
 from dapo.ground.redact import redacted
 from dapo.ground.user_code import describe, function_in, load_module
+from dapo.rewards.calling.adapters import adapted
 
 MODULES = {name: f"{PACKAGE}.{name}" for name in READY}
 OWN, OWN_MODEL = "own", "judge"  # replace URL and model name of a judge served by the run
@@ -36,7 +37,7 @@ class Canary:
 class LoadedFunction:
     """A reward function, ready to be called. reads_last: number of characters at the end of a solution that it reads;
     None: all. runs_programs: whether it runs programs of the model in the sandbox. file: where it is defined, for
-    messages. digest: of that file."""
+    messages. digest: of that file. reads_conversation: whether it is told the prompt's messages."""
 
     call: Callable[..., Any]
     kwargs: dict[str, Any]
@@ -46,6 +47,7 @@ class LoadedFunction:
     file: str
     digest: str
     asynchronous: bool
+    reads_conversation: bool
 
     def ask(self, source: str, text: str, truth: str, extra_info: Any) -> Any:
         """Calls the function by keyword, as verl does, because a user-defined one may order its parameters differently.
@@ -62,7 +64,9 @@ def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) 
     if spec.path.endswith(".py") and not Path(spec.path).expanduser().is_file():
         raise ValueError(f"`{key}.path` ({spec.path!r}): there is no such file; give an absolute path")
     module = load_module(f"{key}.path", spec.path, ready=MODULES)
-    function = function_in(module, spec.name, f"`{key}.name` ({spec.name!r})")
+    named = f"`{key}.name` ({spec.name!r})"
+    adapter = adapted(vars(module).get(spec.name), spec.signature, named)
+    function = adapter or function_in(module, spec.name, named)
     _check_signature(function, spec, key)
     reads_last = vars(module).get("READS_LAST")
     if not (reads_last is None or type(reads_last) is int and reads_last >= 0):
@@ -76,6 +80,7 @@ def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) 
         file=str(module.__file__),
         digest=hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest(),
         asynchronous=inspect.iscoroutinefunction(function),
+        reads_conversation=adapter is not None,
     )
 
 

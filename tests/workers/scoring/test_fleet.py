@@ -18,6 +18,7 @@ WINDOW = 64
 
 
 ABOUT = {"reads_last": None, "granted": [], "without_canary": [], "asks": {"": False}, "asynchronous": []}
+ABOUT["converses"] = {"": False}
 DEAD = ActorDiedError()
 
 

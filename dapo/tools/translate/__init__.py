@@ -1,0 +1,1 @@
+"""Translates a verl or TRL run into an experiment file of dapo."""
