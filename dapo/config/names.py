@@ -82,7 +82,7 @@ def hint(name: str, plan: bool = False) -> str:
 def meant(name: str, plan: bool = False) -> str:
     """Returns the only key of the same section with the last part of the unknown key `name` (`actor.optim.lr` for
     `actor.lr`); "" if several have it, a key of another section too, or `name` is another system's."""
-    if _elsewhere().get(name) or instead(name) or _within(name):
+    if elsewhere().get(name) or instead(name) or _within(name):
         return ""
     last = name.rpartition(".")[2]
     same = [key for key in known_keys(plan) if ITEM not in key and key.rpartition(".")[2] == last]
