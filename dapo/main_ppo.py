@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dapo.config.checks import doubts
@@ -35,7 +36,8 @@ def main() -> None:
         end(str(error))
     _hydra_main()
     try:
-        check_shown(sys.argv[1:])
+        if folder := check_shown(sys.argv[1:]):
+            say(f"# output directory: {folder}")
     except ValueError as error:
         warn(f"a run would refuse it: {error}")
 
@@ -55,7 +57,7 @@ def _end(number: int, frame: object) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
 def _hydra_main(tree: DictConfig) -> None:
     try:
-        launch(to_config(tree))
+        launch(to_config(tree, HydraConfig.get().overrides.task))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
     except TimeLimitReached as error:

@@ -28,6 +28,7 @@ from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, near
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.run_name import run_directory
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
 
@@ -60,7 +61,8 @@ def compose(
     Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
-    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan, trains=trains)
+    checked = checked_overrides([*chosen, *overrides], plan=plan)
+    return to_config(_composed(checked), checked, plan=plan, trains=trains)
 
 
 def _composed(overrides: list[str]) -> DictConfig:
@@ -101,9 +103,14 @@ def _by_hydra(overrides: list[str]) -> DictConfig:
         raise ValueError(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from error
 
 
-def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
-    """Returns the typed, checked configuration. Raises ValueError where a value is missing, has the wrong type, or is
-    refused by `dapo.config.checks`."""
+def to_config(
+    tree: DictConfig, overrides: Sequence[str] | None = None, *, plan: bool = False, trains: bool = True
+) -> Config:
+    """Returns the typed, checked configuration. overrides: those of the tree, which name its output directory; None: it
+    has its name. Raises ValueError where a value is missing, has the wrong type, or is refused by
+    `dapo.config.checks`."""
+    if overrides is not None:
+        tree.trainer.output_dir = run_directory(tree, overrides)
     if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
         tree.data.train_files = []
     try:
@@ -195,12 +202,15 @@ def _at_one_place(arguments: Sequence[str]) -> list[str]:
     return [argument for part in parts for argument in part]
 
 
-def check_shown(arguments: Sequence[str]) -> None:
-    """Raises ValueError where the configuration printed by `--cfg job` is not valid for a run. With any other flag,
-    such as `--config-dir`, nothing is checked. arguments: from `checked_overrides`."""
+def check_shown(arguments: Sequence[str]) -> str:
+    """Returns the output directory of a run with the configuration that `--cfg job` prints; raises ValueError where it
+    is not valid for one. With any other flag, such as `--config-dir`, nothing is checked. arguments: from
+    `checked_overrides`."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags == ["--cfg"] and (at := arguments.index("--cfg")) + 1 < len(arguments):
-        to_config(_composed([*arguments[:at], *arguments[at + 2 :]]))
+        overrides = [*arguments[:at], *arguments[at + 2 :]]
+        return to_config(_composed(overrides), overrides).trainer.output_dir
+    return ""
 
 
 @functools.cache
