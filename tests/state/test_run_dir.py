@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dapo.state.changes import value_of
+from dapo.state.run_dir import claim_output_dir
 from tests.support.state.claims import CONFIG, claim, save
 
 
@@ -47,7 +48,7 @@ def test_a_new_directory_gets_the_configuration(tmp_path):
 
 def test_a_refused_start_removes_only_the_folders_that_it_has_made(tmp_path):
     def refuse(path: Path, *, begun: bool = False) -> None:
-        with pytest.raises(KeyError), claim(path) as run:
+        with pytest.raises(KeyError), claim_output_dir(str(path), "auto", CONFIG) as run:
             run.token()
             if begun:
                 run.begin()
