@@ -179,7 +179,10 @@ MANY = "actor.optim.lr_scheduler=constant actor.optim.lr_warmup_steps=0 algorith
 def test_a_run_without_a_directory_has_one_named_by_what_makes_it_another_run(given: str, added: str | None) -> None:
     found = compose(given.split(), "dapo_tiny").trainer.output_dir
     if added is None:
-        assert re.fullmatch(r"outputs/dapo_tiny-lr_scheduler_constant-[\w.+-]{80,112}-[0-9a-f]{8}", found) and len(found) < 150
+        assert (
+            re.fullmatch(r"outputs/dapo_tiny-lr_scheduler_constant-[\w.+-]{80,112}-[0-9a-f]{8}", found)
+            and len(found) < 150
+        )
     else:
         assert found == f"outputs/dapo_tiny{added}"
         assert compose([f"trainer.output_dir={found}"], "dapo_tiny").trainer.output_dir == found, "Hydra takes it"

@@ -91,8 +91,8 @@ def tracked_texts() -> dict[str, str]:
     for name in filter(None, listed.stdout.split("\0")):
         try:
             texts[name] = (ROOT / name).read_text()
-        except (UnicodeDecodeError, FileNotFoundError):
-            continue  # a picture, a model, or a file that is being removed
+        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
+            continue  # a picture, a model, a file that is being removed, or a link to a folder
     return texts
 
 

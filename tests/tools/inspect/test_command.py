@@ -121,7 +121,18 @@ def test_answers_of_each_kind(run, capsys):
     assert "sample 0: accuracy –" in out and "seven\nlines" in out
 
 
-QUESTIONS = ["steps", "step 2", "prompt 5", "draw 5", "prompts", "worst", "search e", "events", "evaluations", "findings"]
+QUESTIONS = [
+    "steps",
+    "step 2",
+    "prompt 5",
+    "draw 5",
+    "prompts",
+    "worst",
+    "search e",
+    "events",
+    "evaluations",
+    "findings",
+]
 
 
 @pytest.mark.parametrize("width", [80, 60])
