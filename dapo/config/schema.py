@@ -147,7 +147,9 @@ class TrainerConfig:
     )
     output_dir: str = key(
         "outputs/dapo",
-        "the run's directory: configuration, metrics, checkpoints; an existing one continues its run",
+        "the run's directory: configuration, metrics, checkpoints; an existing one continues its run. Not given: the "
+        "experiment's, and after it the keys that make another run of it, as in `outputs/dapo_tiny-lr_1e-5`; keys that "
+        "a resumed run may change, and those of `checkpoint.accept_changes`, do not count",
         values="a directory, new or a run's",
         holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",

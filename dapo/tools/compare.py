@@ -1,5 +1,5 @@
 """Lays runs side by side: `python -m dapo.compare RUN RUN ...`. Results with confidence intervals and differences of
-the configurations, a column per run, `-` for a missing value; as Markdown where the output is no terminal. It only reads
+the configurations, a column per run, `-` for a missing value; Markdown where the output is no terminal. It only reads
 files, also of a running run, without Ray or torch."""
 
 import argparse

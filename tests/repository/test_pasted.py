@@ -1,5 +1,5 @@
-"""Every bash command of the READMEs, pasted in their order into one fresh copy of the checkout, after the two commands of
-the first page. The experiments of the copy are smaller, so that the names of run directories are those of the texts."""
+"""Every bash command of the READMEs, pasted in their order into one fresh copy of the checkout. The experiments of the
+copy are smaller, so that the names of run directories are those of the texts."""
 
 import os
 import re
@@ -22,9 +22,9 @@ LEFT_OUT = {
     "it makes, enters or tests the environment": r"^(source|pip|python3)\b|launch/(install|test)\.sh|pytest|/tmp/next",
     "a cluster": r"^(sbatch|scancel|ray|kubectl|sky|dstack)\b|^(cluster|CONTAINER)=|launch/ray_|ray_address=",
     "Docker": r"\bdocker\b|RAY_TOKEN",
-    "the network": r"\b(curl|git clone|hf|wget)\b|smollm2|\b(Qwen|HuggingFaceTB|BytedTsinghua-SIA)/|push_to_hub|trl_words",
+    "the network": r"\b(curl|git clone|hf|wget)\b|smollm2|\b(Qwen|HuggingFaceTB|BytedTsinghua-SIA)/|push_to_hub",
     "a GPU": r"1gpu|cuda|bench device|--gpu|(main_ppo|train|doctor|--run) \S*experiment=(dapo_qwen|ablation_7b)",
-    "many runs, or a measurement": r"\b(ablation |bench|simulate)\b|DAPO_FAULT",
+    "many runs, or a measurement": r"\bdapo[. ](ablation|bench|simulate)\b|DAPO_FAULT",
     "it ends with Ctrl-C": r"--serve|^tensorboard|mkdocs serve|jupyter",
     "a name to be filled in": r"\b(NAME|FILE|HEAD|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",
 }
