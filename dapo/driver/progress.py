@@ -198,7 +198,8 @@ class Progress:
         if session is None:
             if show is not None:
                 with suppress(RuntimeError, OSError):
-                    show(SEPARATOR.join([self._between, *awaited(now)]))
+                    first, *others = awaited(now) or [self._between]
+                    show(SEPARATOR.join([first, *(line.partition(" for ")[2] for line in others)]))
             return
         # RuntimeError: a dict changed while it was read, and the next call reads it again. OSError: the terminal is
         # closed.

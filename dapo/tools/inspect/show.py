@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -82,7 +82,7 @@ def table(
     for at in shown:
         width = min(widths[at], room(shown)) if at == last else widths[at]
         fixed = at != last or cut is not None
-        kind = "right" if at < numbers else "left"
+        kind: Literal["left", "right"] = "right" if at < numbers else "left"
         made.add_column(Text(headings[at]), justify=kind, width=width, no_wrap=fixed, overflow="fold")
     for row in cells:
         if cut:
