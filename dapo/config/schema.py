@@ -51,6 +51,15 @@ class CheckpointConfig:
         0, 3, "newest checkpoints kept", "; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
     )
     hf_export: bool = key(True, "also write the model in Hugging Face's format, under `hf/`")
+    push_to_hub: str = key(
+        "",
+        "repository on the Hugging Face hub to which `hf/` is pushed, beside training and at the end of the run; a new "
+        "one is private; the token is that of HF_TOKEN or `hf auth login`; a push that fails, or takes longer than "
+        "`checkpoint.timeout_s`, is a warning",
+        values="empty, or OWNER/NAME",
+        holds=lambda value: not value or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value) is not None,
+        trl="push_to_hub, hub_model_id",
+    )
     async_save: bool = key(
         False,
         "write a checkpoint while training goes on, from a copy in the memory of the ranks' hosts, as much again as "

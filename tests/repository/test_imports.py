@@ -39,7 +39,7 @@ FLOORS = (
     ("trainer", "state", "evaluation"),
     ("driver", "results"),
     ("tools",),
-    ("main_ppo",),
+    ("main_ppo", "api"),
 )
 ASKS = (("dapo.main_ppo", "doctor"), ("dapo.tools.doctor", "plan"))  # a tool asked by something else
 ON_RAY = ("dapo.tools.doctor.nodes", "dapo.tools.doctor.parity")  # parts of the doctor

@@ -58,10 +58,10 @@ def test_every_package_is_listed() -> None:
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(names)
 
 
-def test_wheel_holds_every_file_of_the_checkout_but_the_readmes(wheel: Path) -> None:
+def test_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for name in ("dapo", "workers", "config") for path in (ROOT / name).rglob("*") if path.is_file()]
-    kept = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts and path.suffix != ".md"]
+    kept = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts]
     moved = {"config": "dapo/_config", "workers": "dapo/workers", "dapo": "dapo"}
     expected = {str(Path(moved[path.parts[0]], *path.parts[1:])) for path in kept}
     assert "dapo/_config/dapo.yaml" in expected and any(name.startswith("dapo/tiny/base/") for name in expected)

@@ -23,7 +23,7 @@ LEFT_OUT = {
     "a cluster": r"^(sbatch|scancel|ray|kubectl|sky|dstack)\b|^(cluster|CONTAINER)=|launch/ray_|ray_address=",
     "Docker": r"\bdocker\b|RAY_TOKEN",
     "the network": r"\b(curl|git clone|hf|wget)\b|smollm2|\b(Qwen|HuggingFaceTB|BytedTsinghua-SIA)/|push_to_hub",
-    "a GPU": r"1gpu|cuda|bench device|--gpu|(main_ppo|train|doctor|--run) \S*experiment=(dapo_qwen|ablation_7b)",
+    "a GPU": r"1gpu|cuda|bench device|--gpu|(main_ppo|train|doctor|--run) (\+?experiment=)?(dapo_qwen|ablation_7b)",
     "many runs, or a measurement": r"\bdapo[. ](ablation|bench|simulate)\b|DAPO_FAULT",
     "it ends with Ctrl-C": r"--serve|^tensorboard|mkdocs serve|jupyter",
     "a name to be filled in": r"\b(NAME|FILE|HEAD|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dapo.__main__ import COMMANDS
 from dapo.config.compose import compose
+from dapo.config.names import experiments
 from dapo.tools import compare
 from dapo.tools.ablation import __main__ as ablation
 from dapo.tools.inspect import __main__ as inspect
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BANNED = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}  # `model.eval()` of torch is another
 ABSENT = "DES" + "IGN"  # in two parts, or this file would hold the word itself
 STARTS = (
+    "dapo ",
     "python -m dapo",
     "bash ",
     "pytest ",
@@ -92,7 +95,7 @@ def tracked_texts() -> dict[str, str]:
         try:
             texts[name] = (ROOT / name).read_text()
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
-            continue  # a picture, a model, a file that is being removed, or a link to a folder
+            continue  # a picture, a model, a file that is being removed, or the link dapo/workers
     return texts
 
 
@@ -121,7 +124,17 @@ def commands_of(readme: str) -> list[str]:
     text = re.sub(r"^```.*?^```", "", readme, flags=re.MULTILINE | re.DOTALL)
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
     parts = [part.split("  #")[0].split(" # ")[0].strip() for line in lines for part in line.split(" && ")]
-    return [part for part in parts if part.startswith(STARTS)]
+    return [as_module(part) for part in parts if part.startswith(STARTS)]
+
+
+def as_module(command: str) -> str:
+    """`dapo train dapo_tiny` as `python -m dapo.main_ppo +experiment=dapo_tiny`."""
+    first, name, *rest = f"{command} ".split(" ", 2)
+    if first != "dapo" or name not in COMMANDS:
+        return command
+    words = [f"+experiment={word}" if word in experiments() else word for word in rest[0].strip().split(" ")]
+    module = COMMANDS[name][0].removeprefix("tools.")
+    return " ".join([f"python -m dapo.{module}", *words]).strip()
 
 
 def readme_commands() -> list[str]:
@@ -136,8 +149,9 @@ def overrides_of(command: str) -> list[str]:
 
 
 def test_commands_are_found():
-    readme = "a\n```bash\nray job submit \\\n  -- a  # why\nls\n```\nrun `python -m dapo.plan\n+experiment=a` or `x`"
+    readme = "a\n```bash\nray job submit \\\n  -- a  # why\nls\n```\nrun `python -m dapo.plan\n+experiment=a`, `x`"
     assert commands_of(readme) == ["ray job submit -- a", "python -m dapo.plan +experiment=a"]
+    assert commands_of("`dapo train dapo_tiny a=1`") == ["python -m dapo.main_ppo +experiment=dapo_tiny a=1"]
 
 
 def test_configurations_in_readmes_compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

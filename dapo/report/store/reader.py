@@ -123,6 +123,9 @@ class Reader:
             f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
         )
 
+    def all_answers(self) -> Rows:
+        return self._all("SELECT * FROM answers ORDER BY step, draw, sample")
+
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
         """Answers that contain `text`, newest first; the case of ASCII letters is ignored."""
         pattern = "%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in text) + "%"

@@ -58,7 +58,7 @@ SMOKE = (  # every rung as it is, but for its size
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options, and the overrides among the arguments: those with an equals sign that are no option."""
     parser = argparse.ArgumentParser(
-        prog="python -m dapo.ablation",
+        prog="dapo ablation",
         usage="%(prog)s [--seeds S ...] [--rungs RUNG ...] [--out DIR] [--report] [--smoke] [key=value ...]",
         description="Runs the ablation ladder on the tiny task and writes a table and a picture.",
     )

@@ -18,7 +18,7 @@ OVERRIDES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="python -m dapo.bench", description="Benchmarks of a step and its parts.")
+    program = argparse.ArgumentParser(prog="dapo bench", description="Benchmarks of a step and its parts.")
     commands = program.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, module: str, function: str, what: str, *, overrides: bool = True) -> argparse.ArgumentParser:

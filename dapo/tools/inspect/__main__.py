@@ -26,7 +26,7 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
+    program = argparse.ArgumentParser(prog="dapo inspect", description="Shows what a run sampled and why.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
     program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
     program.add_argument("--wide", action="store_true", help="all columns, whatever the terminal's width")

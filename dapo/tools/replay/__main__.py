@@ -23,7 +23,7 @@ from dapo.tools.replay.outcome import Outcome, outcome, words
 
 
 def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="python -m dapo.replay", description="Takes one step of a run again.")
+    program = argparse.ArgumentParser(prog="dapo replay", description="Takes one step of a run again.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
     program.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
     program.add_argument("--out", type=Path, metavar="DIR", help="for the new run; default: RUN/replays/step_N")

@@ -74,7 +74,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="dapo simulate", description=__doc__.splitlines()[0])
     names, count = list(STRATEGIES), _at_least(1)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")

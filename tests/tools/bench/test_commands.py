@@ -36,7 +36,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 def test_the_readme_names_commands_that_exist() -> None:
     text = (Path(bench.__file__).parent / "README.md").read_text()
-    found = [words.split() for words in re.findall(r"python -m dapo\.bench ([a-z][^`#\n]*)", text)]
+    found = [words.split() for words in re.findall(r"dapo[. ]bench ([a-z][^`#\n]*)", text)]
     assert len({words[0] for words in found}) >= 6
     for words in found:
         parse(words)
