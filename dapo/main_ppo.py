@@ -22,11 +22,12 @@ from dapo.config.checks import doubts, validate
 from dapo.config.compose import check_shown, checked_overrides, typed
 from dapo.config.names import experiments
 from dapo.config.paths import config_dir
+from dapo.config.run_name import named
 from dapo.config.schema import Config
+from dapo.driver.progress import starting
 from dapo.ground.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.ground.signals import caught
 from dapo.ground.time_limit import TimeLimitReached
-from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
@@ -57,7 +58,8 @@ def main() -> None:
         end(str(error))
     _hydra_main()
     try:
-        check_shown(sys.argv[1:])
+        if folder := check_shown(sys.argv[1:]):
+            say(f"# output directory: {folder}")
     except ValueError as error:
         warn(f"a run would refuse it: {error}")
 
@@ -77,7 +79,7 @@ def _end(number: int, frame: object) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
 def _hydra_main(tree: DictConfig) -> None:
     try:
-        launch(accepted(typed(tree)))
+        launch(accepted(typed(named(tree, HydraConfig.get().overrides.task))))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
     except TimeLimitReached as error:
@@ -108,9 +110,10 @@ def launch(cfg: Config) -> None:
     """Claims the output directory and trains the remaining steps. `trainer.max_hours` counts from here, because hashing
     the newest checkpoint takes minutes."""
     began = time.monotonic()
-    with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
+    with starting(cfg, "the newest checkpoint to be found and hashed"):
         claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     with claimed as run_dir:
+        say(f"output directory: {cfg.trainer.output_dir}")
         for notice in run_dir.notices:
             say(notice)
         store = run_dir.store
@@ -119,10 +122,12 @@ def launch(cfg: Config) -> None:
             run_dir.begin()
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        _check(cfg)
-        from dapo.driver.run import train_until_signal  # loads torch and Ray, which takes seconds
-        from dapo.results.publish import published
-        from dapo.results.summary import concluded
+        with starting(cfg, "settings, files and functions to be checked"):
+            _check(cfg)
+        with starting(cfg, "torch and Ray to be imported"):
+            from dapo.driver.run import train_until_signal
+            from dapo.results.publish import published
+            from dapo.results.summary import concluded
 
         with published(run_dir, cfg, _experiment()), concluded(run_dir.path, run_dir.check):
             try:

@@ -30,6 +30,7 @@ from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, mean
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.run_name import named
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
 
@@ -65,7 +66,8 @@ def compose(
     Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
-    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan, trains=trains)
+    checked = checked_overrides([*chosen, *overrides], plan=plan)
+    return to_config(named(_composed(checked), checked), plan=plan, trains=trains)
 
 
 def _composed(overrides: list[str]) -> DictConfig:
@@ -243,12 +245,15 @@ def _at_one_place(arguments: Sequence[str]) -> list[str]:
     return [argument for part in parts for argument in part]
 
 
-def check_shown(arguments: Sequence[str]) -> None:
-    """Raises ValueError where the configuration printed by `--cfg job` is not valid for a run. With any other flag,
-    such as `--config-dir`, nothing is checked. arguments: from `checked_overrides`."""
+def check_shown(arguments: Sequence[str]) -> str:
+    """Returns the output directory of a run with the configuration that `--cfg job` prints; raises ValueError where it
+    is not valid for one. With any other flag, such as `--config-dir`, nothing is checked. arguments: from
+    `checked_overrides`."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags == ["--cfg"] and (at := arguments.index("--cfg")) + 1 < len(arguments):
-        to_config(_composed([*arguments[:at], *arguments[at + 2 :]]))
+        overrides = [*arguments[:at], *arguments[at + 2 :]]
+        return to_config(named(_composed(overrides), overrides)).trainer.output_dir
+    return ""
 
 
 @functools.cache

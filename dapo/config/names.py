@@ -30,6 +30,19 @@ def known_keys(plan: bool = False) -> tuple[str, ...]:
     return (*(parent for parent in sorted(parents) if not parent.endswith(ITEM)), *names)
 
 
+@functools.cache
+def resumes() -> dict[str, str]:
+    """Returns what another value of each key does to a run that is resumed (`dapo.config.fields.About`)."""
+    return {one.name: one.resume for one in keys(Config)}
+
+
+def resume_of(name: str) -> str:
+    """Returns the same for a key, a section (the gravest of its keys) or a key of an open mapping; `harmless` where a
+    run has no such key."""
+    known = [kind for key, kind in resumes().items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")]
+    return next((kind for kind in ("meaning", "course") if kind in known), "harmless")
+
+
 def is_open(name: str) -> bool:
     """Whether `name` lies in a mapping whose keys belong to another library."""
     return name.startswith(tuple(f"{section}." for section in OPEN))

@@ -132,7 +132,8 @@ class TrainerConfig:
     )
     output_dir: str = key(
         "outputs/dapo",
-        "the run's directory; an existing run continues",
+        "the run's directory; an existing run continues. Not given: the experiment's, and the keys that make another "
+        "run of it, as in `outputs/dapo_tiny-lr_1e-5`",
         values="a directory, new or a run's",
         holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",

@@ -96,9 +96,25 @@ async def train(
     `ray_cluster`); None: starts Ray and its own engines. stop: catches signals. since: the time (`time.monotonic()`)
     from which `trainer.max_hours` counts; None: now. Raises ValueError or RuntimeError for wrong input or a failure,
     with the remedy."""
+    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
+    with progress, Watchdog(cfg.logging.watchdog_s, before=progress.look):
+        await _train(cfg, run_dir, store, rollouts, stop, until, since, progress)
+
+
+async def _train(
+    cfg: Config,
+    run_dir: RunDirectory,
+    store: CheckpointStore,
+    rollouts: RolloutPool | None,
+    stop: Stop | None,
+    until: int | None,
+    since: float | None,
+    progress: Progress,
+) -> None:
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
-    preflight(cfg)
+    with waiting("model and functions to be loaded and checked"):
+        preflight(cfg)
     await asyncio.sleep(0.001)  # hears a signal of the meantime; Ray's start, below, blocks this loop
     own = digests(cfg) | file_of_function(cfg.rollout.function)
     run_dir.check_own(own)
@@ -106,9 +122,7 @@ async def train(
         until = _halve(cfg, until)
     # Both take seconds; starting Ray is mostly waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
-    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
-    cluster = ray_cluster(cfg) if rollouts is None else nullcontext()
-    with Watchdog(cfg.logging.watchdog_s, before=progress.look), cluster:
+    with ray_cluster(cfg) if rollouts is None else nullcontext():
         if stop is not None:
             stop.install()  # again: Ray has installed its own handler
         with waiting("the prompts to be read and tokenized"):
@@ -132,7 +146,7 @@ async def train(
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
                     run_dir.begin()
-                    with hearing_warnings(lambda line: logger.event("warning", line)), progress:
+                    with hearing_warnings(lambda line: logger.event("warning", line)):
                         made = partial(
                             Session, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
                         )
@@ -142,6 +156,7 @@ async def train(
                 run_dir.release()
                 end_at_once(str(error))  # Ray's own way to end processes waits for the head
             finally:
+                progress.over()
                 logger.close()
 
 

@@ -130,6 +130,14 @@ class Watchdog:
         return [_line(those, now) for those in late.values()]
 
 
+def awaited(now: float) -> list[str]:
+    """Returns a line for each kind of open waits, the longest first."""
+    kinds: dict[tuple[str, ...], list[_Wait]] = {}
+    for wait in sorted(_open.values(), key=lambda wait: wait.began):
+        kinds.setdefault(wait.kind, []).append(wait)
+    return [_line(those, now) for those in kinds.values()]
+
+
 def _line(waits: list[_Wait], now: float) -> str:
     oldest = min(waits, key=lambda wait: wait.began)
     what, detail = oldest.what, oldest.detail()

@@ -1,6 +1,7 @@
 """The command line, what it makes of an experiment, and the experiments of config/experiment."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,35 @@ def test_what_was_a_switch_once_still_reads_as_such(given: str, offload: str) ->
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_composes_and_validates(name):
     assert compose([], name).trainer.output_dir.endswith(f"outputs/{name}")
+
+
+OWN_LOSS = "algorithm.policy_loss=dapo/algorithm/own/soft_gate.py:soft_gate"
+MANY = "actor.optim.lr_scheduler=constant actor.optim.lr_warmup_steps=0 algorithm.loss_agg_mode=seq-mean-token-mean"
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("trainer.total_steps=2 trainer.max_hours=1 eval.n=2 checkpoint.keep=1 rollout.vllm.max_num_seqs=8", ""),
+        (f"{OWN_LOSS} actor.optim.lr=0.00001", "-lr_1e-5-policy_loss_soft_gate"),
+        (f"actor.optim.lr=1e-5 {OWN_LOSS}", "-lr_1e-5-policy_loss_soft_gate"),
+        ("rollout.function.path=retry trainer.seed=3", "-function.path_retry-seed_3"),
+        ("trainer.seed=1 rollout.n=8 checkpoint.accept_changes=[rollout]", "-seed_1"),
+        ("reward.functions=[{path:a/math},{path:'odd:name.py',weight:.5}]", "-functions_math+odd_name.py_0.5"),
+        ("rollout.n=8 trainer.output_dir=outputs/dapo_tiny", ""),
+        (f"{OWN_LOSS} rollout.n=8 rollout.temperature=0.9 algorithm.clip_ratio_low=0.1 {MANY}", None),
+    ],
+)
+def test_a_run_without_a_directory_has_one_named_by_what_makes_it_another_run(given: str, added: str | None) -> None:
+    found = compose(given.split(), "dapo_tiny").trainer.output_dir
+    if added is None:
+        assert (
+            re.fullmatch(r"outputs/dapo_tiny-lr_scheduler_constant-[\w.+-]{80,112}-[0-9a-f]{8}", found)
+            and len(found) < 150
+        )
+    else:
+        assert found == f"outputs/dapo_tiny{added}"
+        assert compose([f"trainer.output_dir={found}"], "dapo_tiny").trainer.output_dir == found, "Hydra takes it"
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,7 @@ def test_what_a_start_is_refused_for_is_told_at_once_the_machine_first(tmp_path:
         there, f"reward.functions=[{{path: math}}, {{path: {tmp_path / 'no.py'}}}]", "trainer.preflight=false"
     )
     assert "no.py" in own
+    assert not any(tmp_path.iterdir()), "no folder stays behind of a refused run"
 
 
 def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,11 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
         dog = Watchdog(EVERY_S)
         dog._began = clock.now
         with Progress(80, EVERY_S, say=said.append, live=lambda: shown(lines)) as progress:
+            assert lines.pop() == "starting"
+            with waiting("Ray"), waiting("engine 0 to start"):
+                clock.now += 2
+                progress.look(clock.now)
+            assert lines.pop() == "waiting 2 s for Ray · engine 0 to start"
             progress.of(trainer)
 
             def after(seconds: float, steps: int = 1) -> str:
@@ -155,6 +160,9 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
                 assert "· asking the reference policy ·" in after(0, steps=0)
             trainer.stream.buffer.progress = lambda: (4, 4, 1)
             assert "batch in" not in after(1, steps=0), "it is full"
+            progress.over()
+            progress.look(clock.now)
+            assert lines[-1] == "ending"
         so_far = len(lines)
         progress.look(clock.now)
         assert len(lines) == so_far and said == []

@@ -4,13 +4,15 @@ import io
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dapo.report.log import BUFFER_BYTES, MetricsLogger, evaluated, progress_line, read_metrics
+from dapo.report.log import BUFFER_BYTES, MetricsLogger, evaluated, example, progress_line, read_metrics
 from dapo.report.sinks.events import TensorBoard
+from tests.support.fakes import make_group
 
 
 def steps_in(path: Path) -> list[int]:
@@ -110,6 +112,19 @@ def test_progress_line() -> None:
     assert progress_line(12, 110, {"rollout/accuracy": math.nan}, repeated=1) == (
         "step 12/110 · acc nan · 1 warning repeated"
     )
+
+
+def test_an_example_shows_prompt_answer_and_score_in_bounds() -> None:
+    group = make_group(7, [1.0, 0.0])
+    long = replace(group.responses[0], text="1 + 6\n" * 20 + "x" * 5000 + "\nAnswer: 7")
+    score = replace(group.scores[0], prediction="7")
+    found = example(replace(group, responses=(long, group.responses[1]), scores=(score, group.scores[1])))
+    lines = found.splitlines()
+    assert lines[:4] == [
+        *("a prompt as the model gets it, 3 tokens:", "  | 7", "one of its 2 answers, 4 tokens (stop):", "  | 1 + 6")
+    ]
+    assert lines[-2:] == ["  | Answer: 7", "its score: accuracy 1, reward 1, read as '7'; the reference answer: '7'"]
+    assert len(found) < 1500 and len(lines) < 30 and "…" in found
 
 
 class FullDisk(io.RawIOBase):
