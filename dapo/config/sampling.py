@@ -133,7 +133,7 @@ class DataConfig:
     )
     max_too_long: float = key(
         0.1,
-        "prompts that may be left out because they are longer than `data.max_prompt_length`; more are an error",
+        "largest share of prompts left out because they are longer than `data.max_prompt_length`",
         values="a share of the distinct prompts, 0 to 1",
         holds=lambda value: 0 <= value <= 1,
         resume="harmless",
