@@ -198,7 +198,7 @@ def evaluations(store: Reader, given: argparse.Namespace) -> None:
         table(title, names, rows, numbers=len(names) - 1, wide=given.wide)
     if later := [*_evaluated(store.path.parent)]:
         names = ("file", "model", "set", "problems", "samples", "accuracy", "accuracy_low", "accuracy_high")
-        table("python -m dapo.evaluate", names, later, wide=given.wide)
+        table("dapo evaluate", names, later, wide=given.wide)
     if not found and not later:
         block("no evaluation", "`eval.every` and `data.val_files` say when a run evaluates, and on what.")
 
