@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dapo.config.checks import doubts
@@ -83,13 +84,19 @@ def launch(cfg: Config) -> None:
             return
         _check(cfg)
         from dapo.driver.run import train_until_signal  # loads torch and Ray, which takes seconds
+        from dapo.results.publish import published
         from dapo.results.summary import concluded
 
-        with concluded(run_dir.path, run_dir.check):
+        with published(run_dir, cfg, _experiment()), concluded(run_dir.path, run_dir.check):
             try:
                 asyncio.run(train_until_signal(cfg, run_dir, store, began))
             finally:
                 _catch()
+
+
+def _experiment() -> str:
+    """Returns the experiment's name; "" without one, or if this is no command."""
+    return str(HydraConfig.get().runtime.choices.get("experiment", "")) if HydraConfig.initialized() else ""
 
 
 def _check(cfg: Config) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from dapo.algorithm.own.loading import problems as own_problems
-from dapo.config.facts.hub import unreachable
+from dapo.config.facts.hub import unreachable, why_not_pushed
 from dapo.config.paths import checked_data, data_parts, not_on_hub
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from dapo.config.reward_functions import SECTION, labels, ready_name, section_of, source_functions
@@ -44,6 +44,7 @@ def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
     """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run."""
     functions = [*_reward_functions(cfg)]
     problems = [
+        *_push(cfg, warn),  # before `unreachable`, which may set HF_HUB_OFFLINE
         *_data(cfg),
         *model.stored(cfg, trains=True),
         *functions,
@@ -87,6 +88,12 @@ def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | Non
         except (ValueError, StopIteration, LookupError, TypeError):
             return None
     return None
+
+
+def _push(cfg: Config, warn: Callable[[str], None]) -> Iterator[str]:
+    repository = cfg.checkpoint.push_to_hub
+    if repository and (why := why_not_pushed(repository, warn)):
+        yield f"`checkpoint.push_to_hub` ({repository}): {why}"
 
 
 def _data(cfg: Config) -> Iterator[str]:

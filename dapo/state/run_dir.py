@@ -5,6 +5,7 @@ import json
 import logging
 import secrets
 import shutil
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,6 +40,7 @@ class RunDirectory:
     store: its checkpoints. notices: lines to show to the user at this start. accepted: keys that alter the run's
     meaning, differ from those of the checkpoint, and are in `checkpoint.accept_changes`; groups sampled before have
     another meaning then. check, when_lost: of the lease. same_prompts: whether the prompts are those of the run before.
+    saved: called with each checkpoint that is in its place; must not raise.
     """
 
     def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
@@ -47,6 +49,7 @@ class RunDirectory:
         self.notices: list[str] = []
         self.accepted: list[str] = []
         self.same_prompts = True
+        self.saved: Callable[[Path], None] = lambda checkpoint: None
         self._config = config
         self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
         self._before: Path | None = None  # folder of the files `COPIED` of the run that is resumed
@@ -148,6 +151,7 @@ class RunDirectory:
 
     def _note_saved(self, step: int) -> None:
         write_text(self.path / SAVED, f"{step}\n")
+        self.saved(self.checkpoints / f"step_{step:06d}")
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
         """Applies `checkpoint.resume`, a path, unless this run has already resumed from there. Returns the checkpoint

@@ -120,8 +120,8 @@ def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:
 def test_the_reference_of_all_keys_is_current() -> None:
     written = (ROOT / "config" / "README.md").read_text()
     assert reference() == written, "run `python -m dapo.config > config/README.md`"
-    assert all(f"| `{name}` |" in written for name in experiments())
-    assert "| `rollout.n` | `16` | responses per prompt | at least 2" in written
+    assert all(f"| `{name}` |" in written for name in experiments() if "/" not in name)
+    assert "| `rollout.n` | `16` | responses per prompt, at least 2 |" in written
 
 
 @pytest.mark.parametrize(

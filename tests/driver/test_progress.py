@@ -113,7 +113,7 @@ def test_without_a_terminal_a_long_step_has_a_line_a_minute(clock: Clock, capsys
             console.say("a checkpoint was written")
             assert after(1)[0].startswith("in step 7/80 · generating for 2m"), "whatever else is printed"
             silence = 60.0
-            assert [line.split()[0] for line in (*after(30), *after(30))] == ["waiting", "in"]
+            assert [line.split()[0] for line in (*after(30), *after(30))] == ["still", "in"]
             silence = 0.0
             next_step()
             console.say("step 7/80")

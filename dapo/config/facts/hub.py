@@ -1,11 +1,12 @@
-"""Checks once whether the Hugging Face hub has a model or data set. Without a network, transformers and `datasets`
-would retry for half a minute per file."""
+"""Asks the Hugging Face hub once, before a run: whether it has a model or data set, and whether it takes a push.
+Without a network, transformers and `datasets` would retry for half a minute per file."""
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-HUB_S = 10.0
+HUB_S, WHOAMI_S = 10.0, 5.0
 
 log = logging.getLogger(__name__)
 
@@ -43,3 +44,31 @@ def cached_commit(name: str, kind: str) -> str:
         return (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def why_not_pushed(repository: str, warn: Callable[[str], None]) -> str:
+    """Returns why nothing can be pushed to `repository`, with the remedy; "" if it can. warn: told if the hub does not
+    answer, which may pass."""
+    import httpx
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set; unset it, or push by hand after the run"
+    if not (token := get_token()):
+        return "there is no token; set HF_TOKEN to one that may write, or run `hf auth login`"
+    try:
+        headers = build_hf_headers(token=token)
+        answer = httpx.get(f"{constants.ENDPOINT}/api/whoami-v2", headers=headers, timeout=WHOAMI_S)
+        if answer.status_code in (401, 403):
+            return "the hub does not know the token; set HF_TOKEN to a valid one, or run `hf auth login`"
+        who = answer.raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        warn(f"`checkpoint.push_to_hub` ({repository}): the hub does not answer now: {type(error).__name__}: {error}")
+        return ""
+    names = [str(one.get("name")) for one in (who, *who.get("orgs", []))]
+    if repository.partition("/")[0] not in names:
+        return f"the token is that of {', '.join(names)}; give one of these as the owner, or another HF_TOKEN"
+    if who.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        return "the token may only read; set HF_TOKEN to one that may write"
+    return ""
