@@ -199,7 +199,9 @@ class Progress:
             if show is not None:
                 with suppress(RuntimeError, OSError):
                     first, *others = awaited(now) or [self._between]
-                    show(SEPARATOR.join([first, *(line.partition(" for ")[2] for line in others)]))
+                    show(
+                        SEPARATOR.join([first.removeprefix("still "), *(line.partition(" for ")[2] for line in others)])
+                    )
             return
         # RuntimeError: a dict changed while it was read, and the next call reads it again. OSError: the terminal is
         # closed.

@@ -4,7 +4,6 @@ files, also of a running run, without Ray or torch."""
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runs = read_runs(given.runs)
         tables = compare(runs)
-        if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        if sys.stdout.isatty():
             for rows in tables:
                 columns(rows, shutil.get_terminal_size().columns)
         else:

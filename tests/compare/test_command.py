@@ -1,5 +1,6 @@
 """Runs side by side: what they have come to, in what they differ, and their curves; runs that lack something too."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,8 @@ def test_on_a_terminal_the_runs_that_fit_stand_beside_each_other(
     runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     main(runs)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80 and not [line for line in lines if line.startswith("|")]

@@ -133,7 +133,7 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
             with waiting("Ray"), waiting("engine 0 to start"):
                 clock.now += 2
                 progress.look(clock.now)
-            assert lines.pop() == "waiting 2 s for Ray · engine 0 to start"
+            assert lines.pop() == "waiting for Ray, after 2 s · engine 0 to start, after 2 s"
             progress.of(trainer)
 
             def after(seconds: float, steps: int = 1) -> str:

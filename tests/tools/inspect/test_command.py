@@ -36,6 +36,11 @@ def scored(index: int, accuracies: list[float], texts: list[str], **parts: list[
     )
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Three steps: prompt 5 is dropped at step 2, step 3 is slow."""
