@@ -22,11 +22,11 @@ LEFT_OUT = {
     "it makes, enters or tests the environment": r"^(source|pip|python3)\b|launch/(install|test)\.sh|pytest|/tmp/next",
     "a cluster": r"^(sbatch|scancel|ray|kubectl|sky|dstack)\b|^(cluster|CONTAINER)=|launch/ray_|ray_address=",
     "Docker": r"\bdocker\b|RAY_TOKEN",
-    "the network": r"\b(curl|git clone|hf|wget)\b|smollm2|\b(Qwen|HuggingFaceTB|BytedTsinghua-SIA)/|push_to_hub",
+    "the network": r"\b(curl|git clone|hf|wget)\b|smollm2|\b(Qwen|HuggingFaceTB|BytedTsinghua-SIA|openai)/|push_to_hub",
     "a GPU": r"1gpu|cuda|bench device|--gpu|(main_ppo|train|doctor|--run) (\+?experiment=)?(dapo_qwen|ablation_7b)",
     "many runs, or a measurement": r"\bdapo[. ](ablation|bench|simulate)\b|DAPO_FAULT",
     "it ends with Ctrl-C": r"--serve|^tensorboard|mkdocs serve|jupyter",
-    "a name to be filled in": r"\b(NAME|FILE|HEAD|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",
+    "a name to be filled in": r"\b(NAME|FILE|HEAD|MINE|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",
 }
 SMALL = {
     "data.train_batch_size": 4,

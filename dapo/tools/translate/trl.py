@@ -464,6 +464,8 @@ def _count(run: Run, value: Any) -> Outcome:
 
 
 DEFAULTS |= {"(overlong punishment)": None, "(dynamic sampling)": None, "delta": None}
+
+
 def _push(run: Run, value: Any) -> Outcome:
     repository = run.get("hub_model_id")
     if not run.get("push_to_hub"):
