@@ -71,12 +71,12 @@ def test_lines_that_belong_together_are_one_command() -> None:
     ]
 
 
-def why_left_out(command: str, checkout: Path) -> str:
+def why_left_out(command: str, checkout: Path, search: str) -> str:
     bare = re.sub(r"\s+#.*", "", command)
     reason = next((reason for reason, what in LEFT_OUT.items() if re.search(what, bare)), "")
     files = re.findall(r"[\w./-]+\.(?:jsonl|parquet|py|sh|csv)\b", "" if "<<" in bare else bare)
     own = [name for name in files if not (checkout / name).exists()]
-    own += [program for program in bare.split()[:1] if shutil.which(program) is None and "=" not in program]
+    own += [program for program in bare.split()[:1] if shutil.which(program, path=search) is None and "=" not in program]
     return reason or (f"the reader's own {own[0]}" if own else "")
 
 
@@ -131,7 +131,7 @@ def test_every_command_works_when_pasted_in_order(checkout: Path) -> None:
     failed, ran = [], []
     for command in commands():
         quickstart = command.startswith("bash launch/quickstart.sh")
-        if why := "" if quickstart else why_left_out(command, checkout):
+        if why := "" if quickstart else why_left_out(command, checkout, search):
             print(f"left out ({why}): {command.splitlines()[0]}")
             continue
         if quickstart:  # without the installation, which tests/launch/test_install.py has
