@@ -76,7 +76,8 @@ def why_left_out(command: str, checkout: Path, search: str) -> str:
     reason = next((reason for reason, what in LEFT_OUT.items() if re.search(what, bare)), "")
     files = re.findall(r"[\w./-]+\.(?:jsonl|parquet|py|sh|csv)\b", "" if "<<" in bare else bare)
     own = [name for name in files if not (checkout / name).exists()]
-    own += [program for program in bare.split()[:1] if shutil.which(program, path=search) is None and "=" not in program]
+    program = bare.split()[0]
+    own += [] if "=" in program or shutil.which(program, path=search) else [program]
     return reason or (f"the reader's own {own[0]}" if own else "")
 
 
