@@ -223,14 +223,15 @@ def _with_file(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key in tree:
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key!s}"
         if OmegaConf.is_missing(tree, key):
             yield name, None
             continue
         try:
             value = tree[key]
         except OmegaConfBaseException:
-            yield name, unknown(str(dict(OmegaConf.to_container(tree, resolve=False)).get(key)))
+            raw: Any = OmegaConf.to_container(tree, resolve=False)
+            yield name, unknown(str(raw[key]))
             continue
         if isinstance(value, DictConfig) and value:
             yield from _leaves(value, f"{name}.")
