@@ -10,32 +10,56 @@ import asyncio
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from textwrap import wrap
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dapo.config.checks import doubts
-from dapo.config.compose import check_shown, checked_overrides, to_config
+from dapo.config.checks import doubts, validate
+from dapo.config.compose import check_shown, checked_overrides, typed
+from dapo.config.names import experiments
 from dapo.config.paths import config_dir
+from dapo.config.run_name import named
 from dapo.config.schema import Config
+from dapo.driver.progress import starting
 from dapo.ground.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.ground.signals import caught
 from dapo.ground.time_limit import TimeLimitReached
-from dapo.ground.watchdog import Watchdog, waiting
 from dapo.state.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
+
+HELP = """\
+dapo train [EXPERIMENT] [KEY=VALUE ...]
+
+EXPERIMENT, also as +experiment=NAME:
+{experiments}
+
+`dapo config KEY` says what a key means, config/README.md has all; engine arguments of vLLM are
+rollout.vllm.NAME.
+
+--cfg job                          print the composed configuration and stop
+--config-dir DIR +experiment=OWN   take DIR/experiment/OWN.yaml
+--hydra-help                       the other options
+dapo plan ...                      memory and time that the same arguments need
+dapo doctor ...                    whether machine, model and data are fit for them"""
 
 
 def main() -> None:
     _catch()
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        say(HELP.format(experiments="\n".join(wrap(", ".join(experiments()), 110, break_on_hyphens=False))))
+        return
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
         end(str(error))
     _hydra_main()
     try:
-        check_shown(sys.argv[1:])
+        if folder := check_shown(sys.argv[1:]):
+            say(f"# output directory: {folder}")
     except ValueError as error:
         warn(f"a run would refuse it: {error}")
 
@@ -55,7 +79,7 @@ def _end(number: int, frame: object) -> None:
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
 def _hydra_main(tree: DictConfig) -> None:
     try:
-        launch(to_config(tree))
+        launch(accepted(typed(named(tree, HydraConfig.get().overrides.task))))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
     except TimeLimitReached as error:
@@ -66,13 +90,30 @@ def _hydra_main(tree: DictConfig) -> None:
         end(str(error))
 
 
+def accepted(cfg: Config) -> Config:
+    """Returns `cfg`. Raises ValueError with all that is wrong with its values, and with machine and files too."""
+    try:
+        validate(cfg)
+    except ValueError as error:
+        from dapo.driver.preflight import file_problems
+
+        values = str(error).splitlines()
+        told = [line.split("`", 2)[:2] for line in values]
+        with suppress(Exception):  # values that are wrong may be of no use to the checks of machine and files
+            values = [*_machine_problems(cfg), *values]
+            values += [line for line in file_problems(cfg) if line.split("`", 2)[:2] not in told]
+        raise ValueError("\n".join(values)) from None
+    return cfg
+
+
 def launch(cfg: Config) -> None:
     """Claims the output directory and trains the remaining steps. `trainer.max_hours` counts from here, because hashing
     the newest checkpoint takes minutes."""
     began = time.monotonic()
-    with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
+    with starting(cfg, "the newest checkpoint to be found and hashed"):
         claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     with claimed as run_dir:
+        say(f"output directory: {cfg.trainer.output_dir}")
         for notice in run_dir.notices:
             say(notice)
         store = run_dir.store
@@ -81,33 +122,45 @@ def launch(cfg: Config) -> None:
             run_dir.begin()
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        _check(cfg)
-        from dapo.driver.run import train_until_signal  # loads torch and Ray, which takes seconds
-        from dapo.results.summary import concluded
+        with starting(cfg, "settings, files and functions to be checked"):
+            _check(cfg)
+        with starting(cfg, "torch and Ray to be imported"):
+            from dapo.driver.run import train_until_signal
+            from dapo.results.publish import published
+            from dapo.results.summary import concluded
 
-        with concluded(run_dir.path, run_dir.check):
+        with published(run_dir, cfg, _experiment()), concluded(run_dir.path, run_dir.check):
             try:
                 asyncio.run(train_until_signal(cfg, run_dir, store, began))
             finally:
                 _catch()
 
 
+def _experiment() -> str:
+    """Returns the experiment's name; "" without one, or if this is no command."""
+    return str(HydraConfig.get().runtime.choices.get("experiment", "")) if HydraConfig.initialized() else ""
+
+
 def _check(cfg: Config) -> None:
     """Raises ValueError with all problems that can be found without torch, which takes seconds to load. The machine is
     checked first: its failures are not caused by the files."""
     from dapo.driver.preflight import early_problems
-    from dapo.tools.doctor.checks import check_machine
 
     for line in doubts(cfg):
         warn(line)
-    problems = []
+    if problems := [*_machine_problems(cfg), *early_problems(cfg, warn, say)]:
+        raise ValueError("\n".join(problems))
+
+
+def _machine_problems(cfg: Config) -> list[str]:
+    from dapo.tools.doctor.checks import check_machine
+
     try:
         if cfg.trainer.preflight:
             check_machine(cfg, warn)
     except ValueError as error:
-        problems.append(str(error))
-    if problems := [*problems, *early_problems(cfg, warn)]:
-        raise ValueError("\n".join(problems))
+        return str(error).splitlines()
+    return []
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ node_up() {
   set -euo pipefail
   local python=$1/.venv/bin/python own files ray client sessions
   own=$HOME/.dapo-ray/$(hostname -s)
-  [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
+  [[ -x $python ]] || { echo "$python does not exist: run bash launch/install.sh --gpu there" >&2 && exit 1; }
   ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
   if [[ ${4:-} == head ]]; then
     # Ray's client, which nobody uses and which cannot be left out, takes 10001 where nothing else is said, and a head

@@ -24,6 +24,7 @@ from dapo.workers.within import Late, left_behind, within
 
 GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
+UNIMPLEMENTED = 12  # gRPC's code
 FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
 KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
@@ -118,6 +119,9 @@ def _found(target: str) -> str:
         raise ConnectionError(
             f"what listens at {target} ({KEY}) has not answered as Ray's head does for {FIND_S:g} s; {remedy}"
         ) from None
+    except RpcError as error:
+        if error.rpc_code == UNIMPLEMENTED:
+            raise ConnectionError(f"what listens at {target} ({KEY}) is not Ray's head ({error}); {remedy}") from None
     except Exception:  # it answers; `ray.init` explains a refusal
         pass
     return target

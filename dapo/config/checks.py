@@ -69,6 +69,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         _greedy,
         *([_objective, _policy_loss, _correction, quantized_training, replayed_experts] if trains else []),
         _engine_args,
+        _push,
         starts,
         *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),
         decoding,
@@ -141,6 +142,14 @@ def _sources(cfg: Config) -> Iterator[str]:
                 f"`reward.overlong_buffer.len` ({overlong.len}); lower the buffer, raise the cap, or switch it off "
                 "(`reward.overlong_buffer.enable=false`)"
             )
+
+
+def _push(cfg: Config) -> Iterator[str]:
+    if cfg.checkpoint.push_to_hub and not cfg.checkpoint.hf_export:
+        yield (
+            f"`checkpoint.push_to_hub` ({cfg.checkpoint.push_to_hub}) pushes what `checkpoint.hf_export` (false) does "
+            "not write; set that to true, or drop the repository"
+        )
 
 
 def _sampling(cfg: Config) -> Iterator[str]:

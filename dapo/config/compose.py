@@ -8,10 +8,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
+import logging
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import hydra
@@ -24,10 +26,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from dapo.config.checks import validate
 from dapo.config.fields import ITEM, TYPES, keys
-from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, nearest
+from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, meant, nearest
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.run_name import named
 from dapo.config.sampling import SourceConfig
 from dapo.config.schema import Config
 
@@ -46,6 +49,9 @@ EXAMPLES: dict[Any, str] = {  # items of lists, and mappings by their keys
     RewardFunctionConfig: "{path: my_reward.py}",
     SourceConfig: "{name: mine, files: [mine.parquet]}",
 }
+SWITCHED_ON = {"logging.wandb": "{project: dapo}", "logging.mlflow": "{experiment: dapo}"}  # what `true` means
+
+log = logging.getLogger(__name__)
 
 # Experiments may contain the `plan` section; `to_config` removes it for a run.
 ConfigStore.instance().store(name="dapo_schema", node=PlannedConfig)
@@ -60,7 +66,8 @@ def compose(
     Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
-    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan, trains=trains)
+    checked = checked_overrides([*chosen, *overrides], plan=plan)
+    return to_config(named(_composed(checked), checked), plan=plan, trains=trains)
 
 
 def _composed(overrides: list[str]) -> DictConfig:
@@ -102,8 +109,15 @@ def _by_hydra(overrides: list[str]) -> DictConfig:
 
 
 def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
-    """Returns the typed, checked configuration. Raises ValueError where a value is missing, has the wrong type, or is
-    refused by `dapo.config.checks`."""
+    """Returns the typed, checked configuration. Raises ValueError as `typed` does, and for what `dapo.config.checks`
+    refuses."""
+    cfg = typed(tree, plan=plan)
+    validate(cfg, trains=trains)
+    return cfg
+
+
+def typed(tree: DictConfig, *, plan: bool = False) -> Config:
+    """Returns the typed configuration. Raises ValueError where a value is missing or has the wrong type."""
     if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
         tree.data.train_files = []
     try:
@@ -113,13 +127,11 @@ def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> C
             names = ", ".join(f"`{key}`" for key in missing)
             raise ValueError(f"no value for {names}; give one, or take a +experiment=NAME") from None
         raise ValueError(f"configuration: {error}") from error
-    if not plan:
-        cfg = Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
-    validate(cfg, trains=trains)
-    return cfg
+    made: Config = cfg
+    return made if plan else Config(**{one.name: getattr(cfg, one.name) for one in dataclasses.fields(Config)})
 
 
-def half_flags(arguments: Sequence[str]) -> list[str]:
+def half_flags(arguments: Iterable[str]) -> list[str]:
     """Replaces `--rollout-only` and `--train-only=FOLDER` by the keys that they stand for.
 
     >>> half_flags(["--train-only=run/batches", "trainer.seed=1"])
@@ -139,10 +151,11 @@ def half_flags(arguments: Sequence[str]) -> list[str]:
 
 def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
     """Returns the arguments for Hydra. Adds the `++` that Hydra requires for a new key such as an engine argument, and
-    replaces the flags of `half_flags`. Raises ValueError for unknown experiments and keys (with the nearest existing
-    name), values of a wrong type, and more than one experiment."""
-    arguments = half_flags(arguments)
+    replaces the flags of `half_flags`. What can only mean one thing (`_as_meant`) is taken as that; a line says so.
+    Raises ValueError for unknown experiments and keys (with the nearest existing name), values of a wrong type, and
+    more than one experiment."""
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
+    arguments = half_flags(arguments if own_configs else map(_experiment_named, arguments))
     many = any(argument in ("-m", "--multirun") for argument in arguments)
     tree = copy.deepcopy(_schema())
     parser = OverridesParser.create()
@@ -161,6 +174,9 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
             except HydraException as error:
                 problems.append(_unreadable(argument, error, plan))
                 continue
+            if (as_meant := _as_meant(override, plan)) != argument:
+                log.warning("`%s` is taken as `%s`", argument, as_meant)
+                argument, override = as_meant, parser.parse_override(as_meant)
             argument = _for_hydra(argument, override)
             overrides.append(argument)
             if override.key_or_group in REPLACED and not override.is_delete():
@@ -184,6 +200,40 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     return _at_one_place(checked)
 
 
+def _experiment_named(argument: str) -> str:
+    """Replaces NAME and experiment=NAME by +experiment=NAME, for an experiment that exists.
+
+    >>> _experiment_named("ablation/grpo")
+    '+experiment=ablation/grpo'
+    """
+    name = argument.removeprefix("experiment=")
+    return f"+experiment={name}" if name in experiments() else argument
+
+
+def _as_meant(override: Override, plan: bool) -> str:
+    """Returns the override with a value for a list as its only item, `true` for a sink as the sink with its defaults,
+    and the only key of that name for an unknown one of its section. All others are returned unchanged."""
+    argument, name = str(override.input_line), override.key_or_group
+    key, _, text = argument.partition("=")
+    if override.type not in (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD):
+        return argument
+    if override.is_sweep_override() or override.package is not None:
+        return argument
+    if name not in known_keys(plan) and not is_open(name) and (one := meant(name, plan)):
+        key, name = key.replace(name, one), one
+    value, kind = override.value(), _kinds().get(name)
+    of = typing.get_args(kind) if typing.get_origin(kind) is list else (str,) if name in REPLACED else ()
+    if RewardFunctionConfig in of and isinstance(value, list) and value and all(isinstance(x, str) for x in value):
+        text = f"[{', '.join(f'{{path: {json.dumps(path, ensure_ascii=False)}}}' for path in value)}]"
+    elif RewardFunctionConfig in of and value and isinstance(value, str):
+        text = f"[{{path: {text}}}]"
+    elif str in of and value and isinstance(value, str):
+        text = f"[{text}]"
+    elif name in SWITCHED_ON and isinstance(value, bool):
+        text = SWITCHED_ON[name] if value else "{}"
+    return f"{key}={text}"
+
+
 def _at_one_place(arguments: Sequence[str]) -> list[str]:
     """Moves all overrides to the position of the first: argparse does not accept them at several positions."""
     parts: tuple[list[str], ...] = ([], [], [])
@@ -195,12 +245,15 @@ def _at_one_place(arguments: Sequence[str]) -> list[str]:
     return [argument for part in parts for argument in part]
 
 
-def check_shown(arguments: Sequence[str]) -> None:
-    """Raises ValueError where the configuration printed by `--cfg job` is not valid for a run. With any other flag,
-    such as `--config-dir`, nothing is checked. arguments: from `checked_overrides`."""
+def check_shown(arguments: Sequence[str]) -> str:
+    """Returns the output directory of a run with the configuration that `--cfg job` prints; raises ValueError where it
+    is not valid for one. With any other flag, such as `--config-dir`, nothing is checked. arguments: from
+    `checked_overrides`."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags == ["--cfg"] and (at := arguments.index("--cfg")) + 1 < len(arguments):
-        to_config(_composed([*arguments[:at], *arguments[at + 2 :]]))
+        overrides = [*arguments[:at], *arguments[at + 2 :]]
+        return to_config(named(_composed(overrides), overrides)).trainer.output_dir
+    return ""
 
 
 @functools.cache
@@ -228,8 +281,10 @@ def _not_a_flag(argument: str, plan: bool) -> Iterator[str]:
 
 def _unreadable(argument: str, error: Exception, plan: bool) -> str:
     if "=" not in argument:
-        what = "lacks a value" if argument in known_keys(plan) else "is no override"
-        return f"`{argument}` {what}; write KEY=VALUE"
+        if argument in known_keys(plan):
+            return f"`{argument}` lacks a value; write KEY=VALUE"
+        near = nearest(argument, [*experiments(), *known_keys(plan)])
+        return f"`{argument}` is neither an experiment nor KEY=VALUE; {near or 'write one of them'}"
     return f"cannot read the override `{argument}`: {error}{_quoted(argument)}"
 
 

@@ -104,8 +104,7 @@ def node_labels(what: str) -> Any:
     """Field for labels that Ray nodes must have. what: the role that runs there."""
     return key(
         {},
-        f"labels, as `ray start --labels` or Ray itself gives them, that a node must have for {what}: "
-        "{ray.io/accelerator-type: H100}; empty: any node",
+        f"labels of the nodes for {what}: {{ray.io/accelerator-type: H100}}",
         values="names and values as Kubernetes' labels have them: letters, digits, `-_.`, in a name one `/`",
         holds=lambda labels: all(LABEL.fullmatch(name) and VALUE.fullmatch(str(labels[name])) for name in labels),
         resume="harmless",

@@ -30,6 +30,19 @@ def known_keys(plan: bool = False) -> tuple[str, ...]:
     return (*(parent for parent in sorted(parents) if not parent.endswith(ITEM)), *names)
 
 
+@functools.cache
+def resumes() -> dict[str, str]:
+    """Returns what another value of each key does to a run that is resumed (`dapo.config.fields.About`)."""
+    return {one.name: one.resume for one in keys(Config)}
+
+
+def resume_of(name: str) -> str:
+    """Returns the same for a key, a section (the gravest of its keys) or a key of an open mapping; `harmless` where a
+    run has no such key."""
+    known = [kind for key, kind in resumes().items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")]
+    return next((kind for kind in ("meaning", "course") if kind in known), "harmless")
+
+
 def is_open(name: str) -> bool:
     """Whether `name` lies in a mapping whose keys belong to another library."""
     return name.startswith(tuple(f"{section}." for section in OPEN))
@@ -77,6 +90,16 @@ def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
 def hint(name: str, plan: bool = False) -> str:
     """Returns what to write instead of the unknown key `name`. plan: as in `known_keys`."""
     return next(filter(None, _hints(name, known_keys(plan))), "config/README.md lists all keys")
+
+
+def meant(name: str, plan: bool = False) -> str:
+    """Returns the only key of the same section with the last part of the unknown key `name` (`actor.optim.lr` for
+    `actor.lr`); "" if several have it, a key of another section too, or `name` is another system's."""
+    if elsewhere().get(name) or instead(name) or _within(name):
+        return ""
+    last = name.rpartition(".")[2]
+    same = [key for key in known_keys(plan) if ITEM not in key and key.rpartition(".")[2] == last]
+    return same[0] if len(same) == 1 and same[0].partition(".")[0] == name.partition(".")[0] else ""
 
 
 def _within(name: str) -> str:

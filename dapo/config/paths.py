@@ -8,6 +8,8 @@ import importlib.resources
 import re
 from pathlib import Path
 
+from dapo.config.facts.hub import silence
+
 PKG_SCHEME = "pkg://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _COLON = re.compile(r":(?!//)(?![^\[]*\])")  # neither the colon of pkg:// nor that of train[:100]
@@ -79,11 +81,12 @@ def not_on_hub(key: str, name: str, error: Exception | None, what: str = "direct
     from huggingface_hub import constants
 
     here = f"`{key}` ({name}): {'' if '/' in name else f'no such {what} in {Path.cwd()}, and '}"
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE and silence() is None:
         return (
             f"{here}not whole in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set",
             f"`hf download {name}` on this node, give a local {what}, or unset HF_HUB_OFFLINE",
         )
+    error = silence() or error
     short = str(error).strip().splitlines()[:1]
     return (
         f"{here}{type(error).__name__}: {short[0] if short else 'no message'}",

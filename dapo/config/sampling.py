@@ -17,25 +17,21 @@ SET_NAME = re.compile(r"[\w.-]+")  # used in names of metrics
 
 @dataclass(slots=True)
 class SourceConfig:
-    """A source holds problems that are read and scored alike; metrics stand under `source/NAME/`."""
+    """Problems that are read and scored alike; metrics are in `source/NAME/`."""
 
     name: str = key(
         MISSING,
-        "its name in metrics, and its `data_source` where the rows have none",
+        "its name in metrics: letters, digits, `_.-`",
         values="letters, digits and `_.-`, neither `train` nor `eval`",
         holds=lambda value: SET_NAME.fullmatch(value) is not None,
     )
     files: list[str] = key([], "as `data.train_files`", values="at least one file or hub data set", holds=bool)
-    val_files: list[str] = key([], "its held-out set: as one of that name in `data.val_files`, read and scored as here")
-    weight: float = positive(1.0, "its share of the draws, next to the other weights")
+    val_files: list[str] = key([], "its held-out set, as `data.val_files`")
+    weight: float = positive(1.0, "its share of the draws")
     format: str = one_of(FORMATS, "auto", "as `data.format`")
-    system_prompt: str = key("", "first message of each prompt, in place of the rows' own; empty: as the rows have it")
-    max_response_length: int = at_least(
-        0, 0, "tokens, at most `data.max_response_length`; a longer response is truncated; 0: the same"
-    )
-    functions: list[RewardFunctionConfig] = key(
-        [], "reward functions in place of `reward.functions`, by their names in metrics as NAME:FUNCTION; empty: those"
-    )
+    system_prompt: str = key("", "as `data.system_prompt`, which it replaces")
+    max_response_length: int = at_least(0, 0, "as `data.max_response_length`; 0: the same")
+    functions: list[RewardFunctionConfig] = key([], "reward functions in place of `reward.functions`")
 
 
 ON_BUDGET = ("fail", "train_partial")
@@ -71,27 +67,28 @@ class DataConfig:
 
     train_files: list[str] = key(
         [MISSING],
-        "files of training prompts, all of one source; empty where `data.sources` has several",
+        "files of training prompts, or a hub name",
         values="at least one file or hub data set, as in data.train_files=[a.parquet], or data.sources=[...]",
         verl="data.train_files",
         trl="dataset_name, GRPOTrainer.train_dataset",
     )
     sources: list[SourceConfig] = key(
         [],
-        "several sources in place of `data.train_files`: data.sources=[{name: sums, files: [a.parquet], weight: 2}, "
-        "{name: words, files: [b.jsonl]}]",
+        "several sources instead: data.sources=[{name: sums, files: [a.parquet], weight: 2}, {name: words, "
+        "files: [b.jsonl]}]",
     )
     format: str = one_of(
         FORMATS,
         "auto",
-        "columns of the files: `verl` (data_source, prompt, reward_model, as DAPO-Math-17k), `trl` (prompt as text or "
-        "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `qa` (question; the "
-        "same as `trl`), `math` (problem; answer, or the last box of solution); `auto` tells by their names",
+        "columns of the files; `auto`: told by their names",
+    )
+    system_prompt: str = key(
+        "",
+        "first message of each prompt, also in evaluation; empty: that of the rows",
     )
     chat_template_kwargs: dict[str, Any] = key(
         {},
-        "what the chat template reads beside messages, in training, evaluation and all turns of a rollout function: "
-        "data.chat_template_kwargs.enable_thinking=false",
+        "arguments of the chat template: data.chat_template_kwargs.enable_thinking=false",
         values=f"a mapping without what dapo itself gives ({', '.join(OWN_TEMPLATE_KWARGS)})",
         holds=lambda given: not {*given} & {*OWN_TEMPLATE_KWARGS},
         verl="data.apply_chat_template_kwargs",
@@ -99,8 +96,7 @@ class DataConfig:
     )
     val_files: Any = key(
         None,  # a mapping cannot replace a list
-        "files of held-out prompts, one set, or several sets with names of their own: "
-        "data.val_files={aime: a.parquet, gsm8k: [b.jsonl]}; empty: no evaluation",
+        "files of held-out prompts, or sets: data.val_files={aime: a.parquet, gsm8k: [b.jsonl]}; empty: no evaluation",
         values="a list of files, or a mapping from names (letters, digits, `_.-`, neither train nor eval) to a file or "
         "a list of files",
         holds=_are_sets,
@@ -108,19 +104,18 @@ class DataConfig:
         trl="GRPOTrainer.eval_dataset",
         resume="harmless",
     )
-    batches: str = key("", "folder `batches/` of a run, which `trainer.only=train` trains on; else empty")
+    batches: str = key("", "folder `batches/` of a run, for `trainer.only=train`")
     train_batch_size: int = at_least(
         1,
         512,
-        "prompts (groups) that one update trains on",
+        "prompts (groups) of one update",
         verl="data.train_batch_size",
         trl="generation_batch_size / num_generations",
     )
     gen_batch_size: int = at_least(
         1,
         1536,
-        "draws that one generation batch holds: bounds the draws in flight, and is the unit of "
-        "`filter_groups.max_num_gen_batches`",
+        "draws of a generation batch; bounds the draws in flight",
         verl="data.gen_batch_size",
         resume="harmless",
     )
@@ -128,27 +123,31 @@ class DataConfig:
         1, 2048, "tokens; longer prompts are dropped", verl="data.max_prompt_length", trl="max_prompt_length"
     )
     max_response_length: int = at_least(
-        1, 20480, "tokens; a longer response is truncated", verl="data.max_response_length", trl="max_completion_length"
+        1, 20480, "tokens; longer responses are truncated", verl="data.max_response_length", trl="max_completion_length"
     )
     max_contradictory: float = key(
         0.1,
-        "prompts that may be left out because the files give them ground truths that disagree; more are an error",
+        "largest share of prompts left out because their ground truths disagree",
         values="a share of the distinct prompts, 0 to 1",
         holds=lambda value: 0 <= value <= 1,
         resume="harmless",
     )
-    shuffle: bool = key(
-        True, "draw the prompts of each epoch in another seeded order", verl="data.shuffle", trl="shuffle_dataset"
+    max_too_long: float = key(
+        0.1,
+        "largest share of prompts left out because they are longer than `data.max_prompt_length`",
+        values="a share of the distinct prompts, 0 to 1",
+        holds=lambda value: 0 <= value <= 1,
+        resume="harmless",
     )
+    shuffle: bool = key(True, "another seeded order in each epoch", verl="data.shuffle", trl="shuffle_dataset")
     curriculum: str = one_of(
         CURRICULA,
         "uniform",
-        "which visits are skipped by how a prompt went before: none; `retire`: those to prompts that are solved; "
-        "`weighted`: the more, the further the pass rate is from 1/2",
+        "`retire`: skip solved prompts; `weighted`: prefer pass rates near 1/2; `uniform`: neither",
     )
-    retire_after: int = at_least(1, 2, "with `retire`: visits in a row with all responses right after which it is")
-    retire_steps: int = at_least(1, 50, "with `retire`: steps after which such a prompt comes back for a visit")
-    min_weight: float = share(0.1, "with `weighted`: least chance that a visit stands, whatever the pass rate")
+    retire_after: int = at_least(1, 2, "`retire`: visits in a row with all responses right")
+    retire_steps: int = at_least(1, 50, "`retire`: steps until such a prompt comes back")
+    min_weight: float = share(0.1, "`weighted`: least chance of a visit")
 
 
 @dataclass(slots=True)
@@ -158,15 +157,13 @@ class SamplingConfig:
 
     n: int = key(
         32,
-        "samples per held-out prompt, or as many as it has rows in the files where these are more",
+        "samples per held-out prompt, at least its number of rows",
         values=f"1 to {MAX_SAMPLES}",
         holds=lambda value: 1 <= value <= MAX_SAMPLES,
         verl=f"{ROLLOUT}.val_kwargs.n",
         trl="num_generations_eval",
     )
-    temperature: float = at_least(
-        0, 1.0, "temperature of sampling", "; 0: greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
-    )
+    temperature: float = at_least(0, 1.0, "temperature", "; 0: greedy", verl=f"{ROLLOUT}.val_kwargs.temperature")
     top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
     top_k: int = key(
         -1,
@@ -177,7 +174,7 @@ class SamplingConfig:
     )
     min_p: float = key(
         0.0,
-        "least probability of a token that is sampled, as a part of the most likely one's",
+        "least probability, relative to the most likely token; 0: off",
         values="at least 0 and below 1; 0 keeps every token",
         holds=lambda value: 0 <= value < 1,
         trl="min_p",
@@ -186,26 +183,23 @@ class SamplingConfig:
 
 @dataclass(slots=True)
 class RolloutFunctionConfig:
-    """A rollout function answers a prompt in several turns: `async def rollout(prompt, generate, sampling)`
-    (dapo/turns/README.md). Lengths, overlong rules and the loss count the tokens that the policy sampled."""
+    """Answers in several turns: `async def rollout(prompt, generate, sampling)` (dapo/turns/README.md)."""
 
     path: str = key(
         "",
-        "a Python file, a dotted module, or a ready one: `one_turn`, `retry`, `tool_use`; empty: one turn, without it",
+        "a Python file, a dotted module, or a ready one: `one_turn`, `retry`, `tool_use`; empty: one turn",
         verl=f"{ROLLOUT}.multi_turn",
         trl="rollout_func",
     )
-    name: str = key("rollout", "the function's name in that file or module")
-    kwargs: dict[str, Any] = key({}, "given to it by keyword, besides prompt, generate and sampling")
+    name: str = key("rollout", "the function in it")
+    kwargs: dict[str, Any] = key({}, "given to it by keyword")
     num_workers: int = at_least(1, 2, "Ray actors that run it", resume="harmless")
     timeout_s: float = positive(
         60.0,
-        "longest time in seconds that it takes from one turn to the next, waits of its programs for others apart",
+        "longest time from one turn to the next",
         resume="harmless",
     )
-    retries: int = at_least(
-        0, 1, "new attempts at a response whose function failed; then it is unscorable", resume="harmless"
-    )
+    retries: int = at_least(0, 1, "new attempts after a failure; then the response is unscorable", resume="harmless")
 
 
 @dataclass(slots=True)
@@ -215,18 +209,17 @@ class RolloutConfig(SamplingConfig):
     n: int = at_least(
         2,
         16,
-        "responses per prompt",
+        "responses per prompt, at least 2",
         ": the advantage compares the responses of a group",
         verl=f"{ROLLOUT}.n, rollout.n",
         trl="num_generations",
     )
     temperature: float = positive(
-        1.0, "temperature of sampling, also of the log-probabilities", verl=f"{ROLLOUT}.temperature", trl="temperature"
+        1.0, "temperature, also of the log-probabilities", verl=f"{ROLLOUT}.temperature", trl="temperature"
     )
     top_p: float = share(
         1.0,
-        "nucleus sampling; below 1.0 `rollout.top_k` must be set, so that engines return the tokens that could be "
-        "sampled and the actors compute the same distribution",
+        "nucleus sampling; below 1 it needs `rollout.top_k`",
         EVERY_TOKEN,
         verl=f"{ROLLOUT}.top_p",
         trl="top_p",
@@ -241,40 +234,31 @@ class RolloutConfig(SamplingConfig):
     )
     replay_experts: bool = key(
         False,
-        "engines return the experts that each token passed through, and the actors take these in place of their own "
-        "choice (router replay, R3); for mixtures of experts",
+        "actors use the experts that the engines chose (router replay, R3)",
         verl=f"{ROLLOUT}.enable_rollout_routing_replay",
     )
     num_engines: int = at_least(
         1,
         1,
-        "vLLM engines, each with `tensor_parallel_size` GPUs of its own",
+        "vLLM engines, each with `tensor_parallel_size` GPUs",
         verl="rollout.nnodes, rollout.n_gpus_per_node",
         resume="harmless",
     )
-    cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU", resume="harmless")
-    start_timeout_s: float = positive(
-        900.0, "longest start of an engine in seconds, loading included", resume="harmless"
-    )
-    timeout_s: float = positive(3600.0, "longest wait for one group in seconds", resume="harmless")
+    cpu_threads: int = at_least(1, 1, "threads of an engine without GPU", resume="harmless")
+    start_timeout_s: float = positive(900.0, "longest start of an engine", resume="harmless")
+    timeout_s: float = positive(3600.0, "longest wait for a group", resume="harmless")
     stall_timeout_s: float = positive(
         120.0,
-        "seconds without an answer, or without a token while requests run, after which an engine is replaced; longest "
-        "transfer of one weight bucket",
+        "longest time without a token; then the engine is replaced",
         resume="harmless",
     )
-    max_restarts: int = at_least(
-        0, 5, "restarts of one engine within an hour; one that needs more is given up", resume="harmless"
-    )
-    min_engines: int = at_least(
-        1, 1, "engines to go on with when others are given up; with fewer the run saves and ends", resume="harmless"
-    )
+    max_restarts: int = at_least(0, 5, "restarts of an engine within an hour; then it is given up", resume="harmless")
+    min_engines: int = at_least(1, 1, "with fewer engines the run saves and ends", resume="harmless")
     node_labels: dict[str, str] = node_labels("an engine")
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)
     vllm: dict[str, Any] = key(
         {},
-        "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), compared with the types in the "
-        "installed vLLM's source and passed on as they are",
+        "engine arguments under vLLM's names: `rollout.vllm.max_num_seqs=256`",
         verl=f"{ROLLOUT}.engine_kwargs.vllm",
         resume="harmless",
     )
@@ -282,8 +266,7 @@ class RolloutConfig(SamplingConfig):
 
 @dataclass(slots=True)
 class EvalConfig(SamplingConfig):
-    """Held-out prompts are answered `n` times each, at the side of training: while engines are free and while the
-    actors update."""
+    """Held-out prompts are answered `n` times each, beside training."""
 
     every: int = at_least(
         0,
@@ -299,43 +282,41 @@ class EvalConfig(SamplingConfig):
 
 @dataclass(slots=True)
 class FilterGroupsConfig:
-    """Dynamic sampling (section 3.2 of the paper) trains only on groups that have a right and a wrong response."""
+    """Dynamic sampling (section 3.2 of the paper): train on groups with right and wrong responses."""
 
     enable: bool = key(
         True,
-        "keep only groups with 0 < correct < n (Eq. 11); off: every scored group is trained on",
+        "train on mixed groups only (Eq. 11)",
         verl="algorithm.filter_groups.enable",
     )
     function: str = own(
-        "a function of your own that says what a group is worth, in place of Eq. 11 (dapo/algorithm/own/README.md)",
+        "your function for what a group is worth, FILE.py:FUNCTION",
     )
     max_num_gen_batches: int = at_least(
         0,
         10,
-        "budget: generation batches that one update may draw",
-        "; 0: no bound, unless 20 of them in a row, 1,000 groups at least, hold no usable group",
+        "generation batches that one update may draw",
+        "; 0: no bound, while some groups are usable",
         verl="algorithm.filter_groups.max_num_gen_batches",
         resume="harmless",
     )
     on_budget: str = one_of(
         ON_BUDGET,
         "fail",
-        "when the budget is spent, `fail` stops the run, `train_partial` trains on the usable groups that are there",
+        "then: `fail` stops the run, `train_partial` trains on what there is",
         resume="harmless",
     )
-    min_scored: int = key(2, "scorable responses that a group needs, 2 to `rollout.n`")
+    min_scored: int = key(2, "scorable responses that a group needs")
     admission: str = one_of(
         ADMISSION,
         "draw_order",
-        "`draw_order` trains on the first usable groups in the order of the draws; `completion` on those that finish "
-        "first, which favours short responses",
+        "`draw_order`: first groups by draw; `completion`: first to finish, which favours short responses",
     )
     max_staleness: int = at_least(
         0,
         0,
-        "updates that a token may be old when it is trained on; 0: every response is sampled from the policy that is "
-        "updated, and the engines rest during the update; above, they go on (with `trainer.colocate=time` after it, "
-        "where they stood), and `algorithm.rollout_correction` corrects for it",
+        "updates that a token may be old; 0: on-policy; above: engines continue during the update (see "
+        "`algorithm.rollout_correction`)",
         verl="async_training.staleness_threshold",
         trl="max_staleness",
     )

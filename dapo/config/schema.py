@@ -26,17 +26,15 @@ LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 @dataclass(slots=True)
 class CheckpointConfig:
-    """A checkpoint holds what a run needs to go on, and the model in Hugging Face's format."""
+    """A checkpoint holds what a run needs to continue, and the model in Hugging Face's format."""
 
     every: int = at_least(
         0, 5, "steps between checkpoints", "; 0: only the last", verl="trainer.save_freq", trl="save_steps"
     )
-    every_s: float = at_least(0, 0.0, "seconds after which the next step is saved, whatever its number", "; 0: none")
+    every_s: float = at_least(0, 0.0, "seconds after which the next step is saved", "; 0: none")
     resume: str = key(
         "auto",
-        "`auto` continues the run in the output directory, `never` refuses a directory that holds one; a checkpoint's "
-        "directory: where to start from, of another run into a new output directory, or of this one to go back to; the "
-        "same command continues",
+        "`auto`: continue the run in the output directory; `never`: refuse to; a `step_*` directory: start there",
         values="auto, never, or a path whose last part is step_ and at least six digits",
         holds=lambda value: value in RESUME or re.search(r"(^|/)step_\d{6,}/?$", value) is not None,
         verl="trainer.resume_mode, trainer.resume_from_path",
@@ -44,90 +42,77 @@ class CheckpointConfig:
     )
     accept_changes: list[str] = key(
         [],
-        "keys, or whole sections, that may differ from the run that is continued although they alter what it means "
-        "(model, data, sampling, objective); without it such a change is refused",
+        "keys or sections that may change in a continued run",
     )
     keep: int = at_least(
         0, 3, "newest checkpoints kept", "; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
     )
-    hf_export: bool = key(True, "also write the model in Hugging Face's format, under `hf/`")
+    hf_export: bool = key(True, "write the model for Hugging Face too, in `hf/`")
+    push_to_hub: str = key(
+        "",
+        "OWNER/NAME on the hub that gets `hf/`; a new one is private; needs HF_TOKEN or `hf auth login`",
+        values="empty, or OWNER/NAME",
+        holds=lambda value: not value or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value) is not None,
+        trl="push_to_hub, hub_model_id",
+    )
     async_save: bool = key(
         False,
-        "write a checkpoint while training goes on, from a copy in the memory of the ranks' hosts, as much again as "
-        "parameters, optimizer and export (`python -m dapo.plan` says how much, and whether it fits); without it the "
-        "next update waits",
+        "write while training continues, from a copy in host memory",
         verl="actor_rollout_ref.actor.checkpoint.async_save",
     )
-    timeout_s: float = positive(1800.0, "longest checkpoint in seconds")
-    max_failed_saves: int = at_least(
-        0, 3, "saves in a row that may fail, for lack of space for example, before the run stops"
-    )
-    journal: bool = key(
-        True, "between checkpoints, write finished groups under `journal/`, so that a crash does not lose them"
-    )
+    timeout_s: float = positive(1800.0, "longest save")
+    max_failed_saves: int = at_least(0, 3, "saves in a row that may fail")
+    journal: bool = key(True, "write finished groups between checkpoints")
     batches: int = at_least(
         0,
         20,
-        "last steps whose groups are kept under `batches/`, for `python -m dapo.replay`, which needs a checkpoint "
-        "before them too",
+        "last steps whose batches are kept, for `dapo replay`",
         "; 0: none",
     )
 
 
 @dataclass(slots=True)
 class LoggingConfig:
-    """Metrics always go to `metrics.jsonl` in the output directory, groups to `samples.sqlite`; here is what comes on
-    top."""
+    """Beside `metrics.jsonl` and `samples.sqlite`, which are always written."""
 
-    tensorboard: bool = key(
-        True, "scalars and sample texts under `tensorboard/`", verl="trainer.logger", trl="report_to"
-    )
+    tensorboard: bool = key(True, "scalars and sample texts", verl="trainer.logger", trl="report_to")
     samples: int = at_least(
-        0, 2, "responses shown per step there", verl="trainer.log_val_generations", trl="num_completions_to_print"
+        0, 2, "responses shown there per step", verl="trainer.log_val_generations", trl="num_completions_to_print"
     )
     wandb: dict[str, Any] = key(
         {},
-        "Weights & Biases, where its package is installed: arguments of `wandb.init` "
-        "(`logging.wandb.project=dapo`, `logging.wandb.mode=offline`); empty: off",
+        "Weights & Biases: arguments of `wandb.init` (`logging.wandb.project=dapo`); empty: off",
         verl="trainer.logger, trainer.project_name, trainer.experiment_name",
         trl="report_to",
     )
     mlflow: dict[str, Any] = key(
         {},
-        "MLflow, where its package is installed: `tracking_uri` (or MLFLOW_TRACKING_URI), and optionally `experiment` "
-        "(dapo) and `run_name`; empty: off",
+        "MLflow: `tracking_uri`, optionally `experiment`, `run_name`; empty: off",
         verl="trainer.logger",
         trl="report_to",
     )
     prometheus: bool = key(
         False,
-        "the newest numbers as gauges `ray_dapo_*` on Ray's Prometheus endpoints, for `launch/grafana.json`; needs "
-        "`ray[default]`",
+        "gauges `ray_dapo_*` on Ray's endpoints; needs `ray[default]`",
     )
     watchdog_s: float = positive(
         60.0,
-        "seconds after which, without a terminal, a line says what goes on in a step, after which a wait is told, and "
-        "after as many again",
+        "seconds until a wait is reported, and between reports",
     )
     sample_fraction: float = key(
         1.0,
-        "share of the groups whose texts are kept in `samples.sqlite`; the rest of every group is",
+        "share of groups whose texts are kept in `samples.sqlite`",
         values="from 0 to 1",
         holds=lambda value: 0 <= value <= 1,
     )
-    max_text_bytes: int = at_least(
-        0, 32_768, "longest text kept there; of a longer one the beginning and the end", "; 0: no texts"
-    )
+    max_text_bytes: int = at_least(0, 32_768, "longest text kept there", "; 0: no texts")
     max_store_bytes: int = at_least(
         0,
         50_000_000_000,
-        "size of `samples.sqlite` above which the texts of the oldest groups and answers make room for new ones; all "
-        "figures of every step stay",
+        "largest `samples.sqlite`; above it the oldest texts go",
         "; 0: no limit",
     )
-    worker_logs: bool = key(
-        False, "also print what the remote workers print; without it their output is in Ray's log directory only"
-    )
+    worker_logs: bool = key(False, "print what remote workers print")
 
 
 @dataclass(slots=True)
@@ -139,7 +124,7 @@ class TrainerConfig:
     )
     seed: int = key(
         0,
-        "seed of draws, samples and shuffles",
+        "seed of draws, samples, shuffles",
         values=f"from 0 to {MAX_SEED}, the largest that engines take",
         holds=lambda value: 0 <= value <= MAX_SEED,
         verl="data.seed",
@@ -147,7 +132,8 @@ class TrainerConfig:
     )
     output_dir: str = key(
         "outputs/dapo",
-        "the run's directory: configuration, metrics, checkpoints; an existing one continues its run",
+        "the run's directory; an existing run continues. Not given: the experiment's, and the keys that make another "
+        "run of it, as in `outputs/dapo_tiny-lr_1e-5`",
         values="a directory, new or a run's",
         holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",
@@ -157,49 +143,44 @@ class TrainerConfig:
     max_hours: float = at_least(
         0,
         0.0,
-        "wall-clock limit of one start in hours: before it the run saves and ends with exit code 85",
+        "hours of a start; then the run saves and exits with 85",
         "; 0: none",
         resume="harmless",
     )
     device: str = one_of(
         DEVICES,
         "auto",
-        "where actors and engines compute; `auto`: cuda, unless `model.dtype` is float32, which no GPU takes",
+        "`auto`: cuda, unless `model.dtype` is float32; `cpu`, `cuda`",
         verl="trainer.device",
         resume="harmless",
     )
     preflight: bool = key(
         True,
-        "look at the driver's machine before workers start, the cheap part of `python -m dapo.doctor`: limits, disks, "
-        "shared memory; a fault ends the run",
+        "first check the driver's machine (the fast part of `dapo doctor`) and try the reward functions",
         resume="harmless",
     )
     ray_address: str = key(
         "",
-        "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one",
+        "`auto`: join a running cluster; `local`: start one; empty: RAY_ADDRESS, else start one",
         resume="harmless",
     )
     nodes_timeout_s: float = at_least(
         0,
         0.0,
-        "longest wait in seconds for nodes that are still to join a Ray cluster which is too small for the run; its "
-        "autoscaler is told what is missing",
+        "longest wait for nodes that a Ray cluster lacks",
         "; 0: such a cluster is refused at once",
         resume="harmless",
     )
     only: str = one_of(
         HALVES,
         "both",
-        "the half that runs: `rollout` (the flag `--rollout-only`) generates and scores one batch per step with the "
-        "model as it is and keeps them all under `batches/`, `train` (`--train-only`) trains on those of "
-        "`data.batches`; neither evaluates",
+        "`rollout` (`--rollout-only`): generate and score, keep the batches; `train` (`--train-only`): train "
+        "on `data.batches`; `both`",
     )
     colocate: str = key(
         "none",
-        "whether engines and actors share GPUs and take turns: `time` gives all of each GPU to whose turn it is: an "
-        "engine owns the GPUs of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; `lend` has "
-        "`rollout.num_engines` with GPUs of their own, and as many more as the ranks' GPUs hold, which wake while the "
-        "actors wait for a batch, where that gains more seconds than it was measured to cost",
+        "share GPUs: `time`: engines and actors take turns; `lend`: engines also use the actors' GPUs while "
+        "these wait; `none`",
         values="one of none, time, lend (time is what memory and true were, none what false was)",
         holds=lambda value: value in COLOCATIONS,
         verl="actor_rollout_ref.hybrid_engine",

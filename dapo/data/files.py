@@ -2,6 +2,8 @@
 `dapo.data.prompts` checks the values."""
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     repository, config, split = data_parts(checked_data(name, key=key))
     if not Path(repository).is_dir() and (unknown := unreachable(repository, "dataset")):
         raise ValueError("; ".join(not_on_hub(key, repository, unknown, "file"))) from unknown
+    check_cache(repository, where)
     import datasets  # imported here because it takes 1.4 s and only this path needs it
 
     try:
@@ -84,6 +87,24 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     layout, columns = _columns(found.features.arrow_schema, where, reading)
     tables = found.select_columns(columns).with_format("arrow").iter(_at_a_time(columns))
     yield from _arrow_chunks(tables, layout, where, reading)
+
+
+def check_cache(repository: str, where: str) -> None:
+    """Raises ValueError if the library `datasets` needs its cache for a folder or hub name and cannot write it."""
+    if (Path(repository) / SAVED).is_file():
+        return
+    from huggingface_hub import constants
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{where} is read through the cache of the library `datasets`, which cannot be written ({error}); set "
+            "HF_HOME or HF_DATASETS_CACHE to a folder that can be, or give the single files"
+        ) from None
 
 
 def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str, reading: Reading) -> Iterator[Chunk]:

@@ -4,7 +4,7 @@ follows from the column names if only one fits. `dapo.data.files` reads rows tha
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class Layout:
         if truth is None or not truth.strip():
             there = ", ".join(f"`{name}`" for name in self.truths if _says(row, name))
             raise ValueError(
-                f"{where}: {f'column {there} lacks' if there else 'there is not'} {self.wants}, which `format` "
+                f"{where}: {f'column {there}' if there else 'it'} lacks {self.wants}, which `format` "
                 f"{self.name} reads as the ground truth; correct or remove the row, or give {self.instead}"
             )
         prompt = row[self.question] if self.question in row else None
@@ -194,8 +194,23 @@ def layout_of(columns: Sequence[str], format: str, where: str, *, text_prompt: b
         raise ValueError(f"{where}: the columns {found} fit {names}; name one of them as `format`")
     if named := next((each for each in LAYOUTS if each.name == format), None):
         raise ValueError(f"{where}: the columns {found} are not those of `format` {named}; name another, or auto")
+    if format == VERL or "reward_model" in columns:
+        lacks = ", ".join(f"`{name}`" for name in missing)
+        raise ValueError(f"{where}: column {lacks} is missing {found}; the schema is {SCHEMA}")
+    if near := [*_near(columns)]:
+        raise ValueError(f"{where}: the columns {found} are those of no format; did you mean {' and '.join(near)}?")
+    if begun := [each for each in LAYOUTS if each.question in columns]:
+        truths = ", ".join(f"`{name}`" for name in dict.fromkeys(name for each in begun for name in each.truths))
+        raise ValueError(f"{where}: no column has the answer to `{begun[0].question}` {found}; name it one of {truths}")
     others = ", ".join(str(each) for each in LAYOUTS)
     raise ValueError(
-        f"{where}: column {', '.join(f'`{name}`' for name in missing)} is missing {found}; the schema is {SCHEMA}; "
-        f"other formats are {others}"
+        f"{where}: the columns {found} are those of no format; name them as one of these does: {others}; verl: {SCHEMA}"
     )
+
+
+def _near(columns: Sequence[str]) -> Iterator[str]:
+    """Yields `RIGHT` for `FOUND` for columns whose names differ from a format's in letters' case alone."""
+    known = {name for each in LAYOUTS for name in (each.question, *each.truths)} | {*VERL_COLUMNS}
+    for column in columns:
+        if column not in known and column.strip().lower() in known:
+            yield f"`{column.strip().lower()}` for `{column}`"

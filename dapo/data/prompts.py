@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dapo.answers.answer import agree, read_truth
@@ -17,6 +19,8 @@ from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
 from dapo.types import Int32Array, Messages, Prompt
 
+MEASURED = 500  # prompts tokenized before a run
+CHECKED_ROWS = 100_000  # of a file, before a run: about a second
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # `name` is accepted but ignored
 
 
@@ -55,6 +59,7 @@ def load_counted(
     *,
     max_prompt_length: int,
     max_contradictory: float,
+    max_too_long: float,
     key: str,
     reading: Reading = AS_IT_IS,
     today: datetime | None = None,
@@ -64,9 +69,9 @@ def load_counted(
 
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder or a hub data set, both also with a split,
     `OWNER/NAME:SPLIT` or `OWNER/NAME:CONFIG:SPLIT`. max_prompt_length: in tokens; longer prompts are dropped.
-    max_contradictory: maximum share of distinct prompts that may be dropped because their ground truths disagree. key:
-    named in errors. today: the date for templates that write one; None: the real date. Raises ValueError for bad files
-    and rows (naming file, row and column), and if no prompt is left.
+    max_contradictory, max_too_long: maximum shares of distinct prompts that may be dropped because their ground truths
+    disagree, and because they are longer. key: named in errors. today: the date for templates that write one; None: the
+    real date. Raises ValueError for bad files and rows (naming file, row and column), and if no prompt is left.
     """
     check_template(tokenizer, reading.template_kwargs)
     rows, distinct = _distinct(files, key, reading)
@@ -88,11 +93,46 @@ def load_counted(
             f"each other, {report.too_long} are longer than `data.max_prompt_length` ({max_prompt_length}), the "
             f"shortest of {shortest} tokens; raise it or give other files"
         )
+    if report.too_long > max_too_long * len(problems):
+        enough = sorted(map(len, ids))[math.ceil((1 - max_too_long) * len(ids)) - 1]
+        raise ValueError(
+            f"`{key}`: {report.too_long} of {len(problems)} prompts are longer than `data.max_prompt_length` "
+            f"({max_prompt_length}), above the share `data.max_too_long` ({max_too_long}); raise the length ({enough} "
+            "tokens are enough), or the share to leave them out"
+        )
     prompts = [_prompt(number, problems[i], texts[i], ids[i], reading.entry) for number, i in enumerate(fitting)]
     return [(prompt, problems[i].copies) for prompt, i in zip(prompts, fitting, strict=True)], report
 
 
-def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, list[_Problem]]:
+def check_rows(files: Sequence[str], *, max_contradictory: float, key: str, reading: Reading) -> list[str]:
+    """Raises ValueError as `load_counted` does, for what shows without a tokenizer in the first `CHECKED_ROWS` rows of
+    each file. Arguments as there. Returns the texts of the distinct prompts."""
+    rows, distinct = _distinct(files, key, reading, CHECKED_ROWS)
+    if rows < CHECKED_ROWS:  # all of them: the share is not that of a part
+        _without_contradictions(distinct, max_contradictory, key)
+    return ["".join([content.strip() for _, content in problem.messages]) for problem in distinct]
+
+
+def check_lengths(
+    texts: Sequence[str], tokenizer: Path, max_prompt_length: int, max_too_long: float, *, key: str
+) -> None:
+    """Raises ValueError if, of up to `MEASURED` texts, twice the share `max_too_long` are too long even without a chat
+    template. tokenizer: a tokenizer.json, read without transformers, which would load torch."""
+    from tokenizers import Tokenizer
+
+    tried = texts[:: -(-len(texts) // MEASURED)]
+    encoded = Tokenizer.from_file(str(tokenizer)).encode_batch_fast(tried, add_special_tokens=False)
+    too_long = sum(len(one.ids) > max_prompt_length for one in encoded)
+    if too_long > 2 * max_too_long * len(tried):
+        raise ValueError(
+            f"`{key}`: of {len(tried)} prompts {too_long} are longer than `data.max_prompt_length` "
+            f"({max_prompt_length}), above the share `data.max_too_long` ({max_too_long}); raise the length (the "
+            f"longest has {max(len(one.ids) for one in encoded)} tokens without its chat template), or the share to "
+            "leave them out"
+        )
+
+
+def _distinct(files: Sequence[str], key: str, reading: Reading, most: float = math.inf) -> tuple[int, list[_Problem]]:
     if not files:
         raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
     rows = 0
@@ -103,6 +143,8 @@ def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, li
         for chunk in read_chunks(name, key, reading):
             _add_distinct(chunk, f"`{key}`: {name}", seen, reading.system_prompt)
             in_file += len(chunk.prompts)
+            if in_file >= most:
+                break
         if in_file == 0:
             raise ValueError(f"`{key}`: {name} has no rows; give a file with columns {SCHEMA}")
         rows += in_file

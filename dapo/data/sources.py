@@ -4,12 +4,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dapo.config.sampling import MAX_SAMPLES, DataConfig, SourceConfig
 from dapo.config.schema import Config
 from dapo.data.layouts import Reading
-from dapo.data.prompts import DataReport, load_counted
+from dapo.data.prompts import DataReport, check_lengths, check_rows, load_counted
 from dapo.types import HeldOut, Prompt
 
 TRAIN, HELD_OUT = "data.train_files", "data.val_files"
@@ -49,13 +50,13 @@ def held_out_files(data: DataConfig) -> Iterator[Files]:
 
 
 def _plain(data: DataConfig) -> Reading:
-    return Reading(format=data.format, template_kwargs=data.chat_template_kwargs)
+    return Reading(format=data.format, system_prompt=data.system_prompt, template_kwargs=data.chat_template_kwargs)
 
 
 def _reading(source: SourceConfig, data: DataConfig) -> Reading:
     return Reading(
         format=source.format,
-        system_prompt=source.system_prompt,
+        system_prompt=source.system_prompt or data.system_prompt,
         entry=source.name,
         template_kwargs=data.chat_template_kwargs,
     )
@@ -98,6 +99,15 @@ def load_held_out(
     return loaded
 
 
+def check_files(one: Files, data: DataConfig, model: Path) -> None:
+    """Raises ValueError for bad rows of local files, and for many prompts that are too long, as far as both show
+    without transformers. model: its folder, or none."""
+    texts = check_rows(one.files, max_contradictory=data.max_contradictory, key=one.key, reading=one.reading)
+    if (tokenizer := model / "tokenizer.json").is_file():
+        limits = data.max_prompt_length, data.max_too_long
+        check_lengths(texts, tokenizer, *limits, key=one.key)
+
+
 def _load(
     one: Files, data: DataConfig, tokenizer: Any, today: datetime | None
 ) -> tuple[list[tuple[Prompt, int]], DataReport]:
@@ -106,6 +116,7 @@ def _load(
         tokenizer,
         max_prompt_length=data.max_prompt_length,
         max_contradictory=data.max_contradictory,
+        max_too_long=data.max_too_long,
         key=one.key,
         reading=one.reading,
         today=today,

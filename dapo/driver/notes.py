@@ -9,16 +9,15 @@ from typing import Any
 from dapo.config.facts.model_shape import UnknownShape, read_config, text_part
 from dapo.config.reward_functions import ready_name, source_functions
 from dapo.config.schema import Config
-from dapo.data.prompts import DataReport
 from dapo.data.template import asked, check_template, clock_at, rendered
 from dapo.data.tokenizer import TEXT
 from dapo.data.values import shown
-from dapo.rewards.selfcheck import FUNCTIONS, no_answers, reference, verdicts
+from dapo.rewards.selfcheck import FUNCTIONS, mark_of, no_answers, verdicts
+from dapo.rewards.trial import reference
 from dapo.types import HeldOut, Messages, Prompt
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
 QUESTION: Messages = (("user", TEXT),)
-MUCH = 0.1  # share of the prompts that is worth a warning
 SHORT = 3  # characters; a shorter special token may be ordinary text
 SLOW = {"math_verify": 200}  # number of references for slow functions (milliseconds each)
 SAMPLE = 2000  # number of references for the others
@@ -70,15 +69,6 @@ def of_template(tokenizer: Any, given: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def of_report(key: str, report: DataReport, longest: int) -> Iterator[str]:
-    """Checks for many prompts dropped as too long (more than `longest` tokens). key: configuration key of the files."""
-    if report.too_long > MUCH * (whole := report.too_long + report.kept):
-        yield (
-            f"`{key}`: {report.too_long} of {whole} prompts ({report.too_long / whole:.0%}) are longer than "
-            f"`data.max_prompt_length` ({longest}) and are left out; raise it if that is not meant"
-        )
-
-
 def of_prompts(prompts: Sequence[Prompt], batch: int, tokenizer: Any) -> Iterator[str]:
     marks = [mark for mark in tokenizer.all_special_tokens if len(mark) >= SHORT]
     found = [(prompt, mark) for prompt in prompts for _, text in prompt.messages for mark in marks if mark in text]
@@ -122,6 +112,6 @@ def judged_truths(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Judged]:
     for name in dict.fromkeys(ready_name(spec.path) for spec in cfg.reward.functions):
         if name in FUNCTIONS and name != "code" and every:
             step = -(-len(every) // SLOW.get(name, SAMPLE))
-            references = [reference(prompt.id, prompt.ground_truth, name) for prompt in every[::step]]
+            references = [reference(prompt.id, prompt.ground_truth, mark_of(name)) for prompt in every[::step]]
             compute_score = importlib.import_module(f"dapo.rewards.{name}").compute_score
             yield name, len(references), verdicts(references, compute_score).lines, no_answers(references)

@@ -1,26 +1,31 @@
 """Preflight checks on the driver, before any worker starts: learning-rate schedule, model files, user-defined
 functions, installation."""
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+import os
+import socket
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from dapo.algorithm.own.loading import problems as own_problems
-from dapo.config.facts.hub import unreachable
-from dapo.config.paths import checked_data, data_parts, not_on_hub
+from dapo.config.facts.hub import unreachable, why_not_pushed
+from dapo.config.paths import checked_data, data_parts, not_on_hub, resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from dapo.config.reward_functions import SECTION, labels, ready_name, section_of, source_functions
 from dapo.config.rules import model
 from dapo.config.schema import Config
-from dapo.data.files import read_chunks
-from dapo.data.sources import held_out_files, train_files
+from dapo.data.files import check_cache
+from dapo.data.sources import check_files, held_out_files, train_files
 from dapo.ground.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards import judge
-from dapo.rewards.calling import tried
 from dapo.rewards.calling.loading import LoadedFunction, load, with_judge
+from dapo.rewards.trial import tried
 from dapo.sandbox.confine import python_paths
 from dapo.turns.loading import load as load_rollout
 from dapo.turns.loading import runs_programs
+
+REACH_S = 3.0
 
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
@@ -40,70 +45,77 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
-    """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run."""
+def early_problems(cfg: Config, warn: Callable[[str], None], say: Callable[[str], None]) -> list[str]:
+    """Returns problems that are found without torch and transformers. warn: receives those that do not stop a run; say:
+    what each reward function gave."""
     functions = [*_reward_functions(cfg)]
     problems = [
+        *_push(cfg, warn),  # before `unreachable`, which may set HF_HUB_OFFLINE
         *_data(cfg),
         *model.stored(cfg, trains=True),
         *functions,
         *choice.problems(cfg),
         *_rollout_function(cfg),
+        *_cluster(cfg),
     ]
-    if not functions:
-        for fails, line in rewards_tried(cfg):
-            problems += [line] if fails else []
-            if not fails:
-                warn(line)
+    if cfg.trainer.preflight and cfg.trainer.only != "train" and not functions:
+        lines, doubts, errors = tried(cfg)
+        for line in lines:
+            say(line)
+        for line in doubts:
+            warn(line)
+        problems += errors
     return [*dict.fromkeys(problems)]
 
 
-def rewards_tried(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """Calls each user-defined reward function on made-up responses to the first row of its data, if that is a local
-    file. Yields (fails on every response, message) for responses without a score. All functions must be loadable."""
-    own = source_functions(cfg.data.sources)
-    for entry, specs in {"": cfg.reward.functions, **own}.items():
-        row = _first_row(cfg, entry, own)
-        for index, spec in enumerate(specs if row else ()):
-            key = f"{section_of(entry) if entry else SECTION}[{index}]"
-            function = None if ready_name(spec.path) else load(spec, index=index)
-            if row and function and not function.asynchronous and not function.runs_programs:
-                yield from tried.doubts(spec, row, cfg.reward.limits, key)
+def file_problems(cfg: Config, *, trains: bool = True) -> Iterator[str]:
+    """Yields problems of data, models and functions that are found without torch and transformers."""
+    yield from _data(cfg, trains=trains)
+    yield from model.stored(cfg, trains=trains)
+    yield from _reward_functions(cfg)
+    yield from _rollout_function(cfg)
+    yield from _cluster(cfg)
 
 
-def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | None:
-    """Returns the first row that the functions of `entry` score; "" means `reward.functions`. None if the file is not
-    local or the row is invalid: loading the data reports that."""
-    for one in train_files(cfg.data):
-        if one.reading.entry != entry and (entry or one.reading.entry in own):
-            continue
-        try:
-            name = checked_data(one.files[0], key=one.key)
-            chunk = next(read_chunks(name, one.key, one.reading)) if Path(name).is_file() else None
-            if chunk is not None:
-                rest, truth = chunk.rest(0), chunk.reward_models[0]["ground_truth"]
-                extra = dict(rest.get("extra_info") or {})
-                return tried.Row(data_source=rest["data_source"], ground_truth=truth, extra_info=extra)
-        except (ValueError, StopIteration, LookupError, TypeError):
-            return None
-    return None
+def _push(cfg: Config, warn: Callable[[str], None]) -> Iterator[str]:
+    repository = cfg.checkpoint.push_to_hub
+    if repository and (why := why_not_pushed(repository, warn)):
+        yield f"`checkpoint.push_to_hub` ({repository}): {why}"
 
 
-def _data(cfg: Config) -> Iterator[str]:
-    asked = dict[str, Exception | None]()
-    for one in (*train_files(cfg.data), *(held_out_files(cfg.data) if cfg.trainer.only == "both" else ())):
+def _data(cfg: Config, *, trains: bool = True) -> Iterator[str]:
+    """Checks that all data are there, and the rows of local files."""
+    held_out = held_out_files(cfg.data) if cfg.trainer.only == "both" or not trains else ()
+    for one in (*(train_files(cfg.data) if trains else ()), *held_out):
+        local = True
         for name in one.files:
             try:
                 repository, *_ = data_parts(checked_data(name, key=one.key))
+                local &= Path(repository).is_file()
+                if Path(repository).is_dir():
+                    check_cache(repository, f"`{one.key}`: {name}")
+                elif not Path(repository).exists() and (error_there := unreachable(repository, "dataset")):
+                    yield "; ".join(not_on_hub(one.key, repository, error_there, "file"))
             except ValueError as error:
+                local = False
                 yield str(error)
-                continue
-            if Path(repository).exists():
-                continue
-            if repository not in asked:
-                asked[repository] = unreachable(repository, "dataset")
-            if error_there := asked[repository]:
-                yield "; ".join(not_on_hub(one.key, repository, error_there, "file"))
+        if local:
+            yield from _refusal(partial(check_files, one, cfg.data, Path(resolve_path(cfg.model.path))))
+
+
+def _cluster(cfg: Config) -> Iterator[str]:
+    """Checks that something listens at the address of a cluster, before Ray is loaded to ask it."""
+    address = cfg.trainer.ray_address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():  # `dapo.workers.cluster` reports what is no address
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        yield (
+            f"no Ray at {address} (`trainer.ray_address`, or RAY_ADDRESS): {error}; start Ray there, give HOST:PORT of "
+            "the head, or `trainer.ray_address=local`"
+        )
 
 
 def _refusal(call: Callable[[], object]) -> Iterator[str]:

@@ -3,11 +3,13 @@
     Session (clock, buffer, traffic, evaluation) ─▶ Moment ─▶ one line ─▶ on a terminal in place, every second;
                                                                          elsewhere a line every `logging.watchdog_s`
 
+Before and after the sessions a terminal shows what is waited for (`dapo.ground.watchdog`).
 It reads the driver's own state in the watchdog's thread, and makes no remote call. Long waits are reported by the
 watchdog.
 """
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dapo.config.schema import Config
 from dapo.ground import console
 from dapo.ground.table import duration, short
+from dapo.ground.watchdog import Watchdog, awaited, waiting
 from dapo.report.log import SEPARATOR
 
 if TYPE_CHECKING:
@@ -137,6 +141,14 @@ def terminal_console(**options: Any) -> "Console":
     return _Plain(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
 
+@contextmanager
+def starting(cfg: Config, what: str) -> Iterator[None]:
+    """Shows on a terminal that the block waits for `what`, as `waiting` does."""
+    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
+    with waiting(what), progress, Watchdog(cfg.logging.watchdog_s, before=progress.look):
+        yield
+
+
 class Progress:
     """Context manager that shows the progress of one run; the watchdog calls `look` repeatedly."""
 
@@ -156,12 +168,14 @@ class Progress:
         self._stack = ExitStack()
         self._show: Show | None = None
         self._session: Session | None = None
+        self._between = "starting"
         self._step = 0  # none yet
         self._began = self._told = 0.0  # the step under way; its last line
         self._took: deque[float] = deque(maxlen=STEPS)  # seconds of whole steps
 
     def __enter__(self) -> "Progress":
         self._show = self._stack.enter_context(self._live())
+        self.look(time.monotonic())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -174,10 +188,20 @@ class Progress:
         self._step, self._session = 0, session
         return session
 
+    def over(self) -> None:
+        """The last session has ended; its workers end next."""
+        self._session, self._between = None, "ending"
+
     def look(self, now: float) -> None:
         """Updates the line on a terminal; elsewhere prints a line if it is due. now: `time.monotonic()`."""
         session, show = self._session, self._show
         if session is None:
+            if show is not None:
+                with suppress(RuntimeError, OSError):
+                    first, *others = awaited(now) or [self._between]
+                    show(
+                        SEPARATOR.join([first.removeprefix("still "), *(line.partition(" for ")[2] for line in others)])
+                    )
             return
         # RuntimeError: a dict changed while it was read, and the next call reads it again. OSError: the terminal is
         # closed.

@@ -96,18 +96,33 @@ async def train(
     `ray_cluster`); None: starts Ray and its own engines. stop: catches signals. since: the time (`time.monotonic()`)
     from which `trainer.max_hours` counts; None: now. Raises ValueError or RuntimeError for wrong input or a failure,
     with the remedy."""
+    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
+    with progress, Watchdog(cfg.logging.watchdog_s, before=progress.look):
+        await _train(cfg, run_dir, store, rollouts, stop, until, since, progress)
+
+
+async def _train(
+    cfg: Config,
+    run_dir: RunDirectory,
+    store: CheckpointStore,
+    rollouts: RolloutPool | None,
+    stop: Stop | None,
+    until: int | None,
+    since: float | None,
+    progress: Progress,
+) -> None:
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
-    preflight(cfg)
+    with waiting("model and functions to be loaded and checked"):
+        preflight(cfg)
+    await asyncio.sleep(0.001)  # hears a signal of the meantime; Ray's start, below, blocks this loop
     own = digests(cfg) | file_of_function(cfg.rollout.function)
     run_dir.check_own(own)
     if cfg.trainer.only != "both":
         until = _halve(cfg, until)
     # Both take seconds; starting Ray is mostly waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
-    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
-    cluster = ray_cluster(cfg) if rollouts is None else nullcontext()
-    with Watchdog(cfg.logging.watchdog_s, before=progress.look), cluster:
+    with ray_cluster(cfg) if rollouts is None else nullcontext():
         if stop is not None:
             stop.install()  # again: Ray has installed its own handler
         with waiting("the prompts to be read and tokenized"):
@@ -131,7 +146,7 @@ async def train(
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
                     run_dir.begin()
-                    with hearing_warnings(lambda line: logger.event("warning", line)), progress:
+                    with hearing_warnings(lambda line: logger.event("warning", line)):
                         made = partial(
                             Session, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
                         )
@@ -141,6 +156,7 @@ async def train(
                 run_dir.release()
                 end_at_once(str(error))  # Ray's own way to end processes waits for the head
             finally:
+                progress.over()
                 logger.close()
 
 
@@ -176,22 +192,19 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     """Loads training prompts, held-out sets, and the fingerprint of the training prompts. today: the date for chat
     templates that use it; None: the current one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
     tokenizer = load_tokenizer(cfg.model)
-    tell = partial(_tell, cfg)
-    prompts, _ = load_train(cfg, tokenizer, today=today, told=tell)
-    held_out = load_held_out(cfg, tokenizer, today=today, told=tell)
+    prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
+    held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
     check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
     for line in notes.of_all(cfg, tokenizer, prompts, held_out):
         warn(line)
     return prompts, held_out, fingerprint(prompts, tokenizer, cfg.data.chat_template_kwargs)
 
 
-def _tell(cfg: Config, key: str, report: DataReport) -> None:
+def _tell(key: str, report: DataReport) -> None:
     say(
         f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
         f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
     )
-    for line in notes.of_report(key, report, cfg.data.max_prompt_length):
-        warn(line)
 
 
 async def evaluate(
@@ -205,7 +218,7 @@ async def evaluate(
     make_paths_absolute(cfg)
     preflight(cfg, trains=False)
     tokenizer = load_tokenizer(cfg.model)
-    held_out = load_held_out(cfg, tokenizer, told=partial(_tell, cfg))
+    held_out = load_held_out(cfg, tokenizer, told=_tell)
     for line in notes.of_all(cfg, tokenizer, [], held_out):
         warn(line)
     check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)

@@ -21,7 +21,7 @@ from dapo.ground.fault_points import fault_point
 from dapo.ground.signals import finish
 from dapo.ground.time_limit import TimeLimit
 from dapo.pools import ActorsLost, BatchRefused, Pools, Updated
-from dapo.report.log import MetricsLogger, progress_line
+from dapo.report.log import MetricsLogger, example, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
@@ -30,7 +30,7 @@ from dapo.state.batches import Batches, stream_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.saving import Saver
 from dapo.trainer import Around, Trained, Trainer
-from dapo.types import Collected, HeldOut, Prompt
+from dapo.types import Collected, Group, HeldOut, Prompt
 
 
 class Session(Around):
@@ -57,12 +57,13 @@ class Session(Around):
         self._until = cfg.trainer.total_steps if until is None else until
         self._collected: Collected | None = None  # what the step under way trains on
         self._metrics: dict[str, float] = {}
+        self._shows_example = False  # the first group of a run that begins
 
         self.evaluations = Evaluations(
             held_out, pools, cfg, logger, clock=self.clock, limit=self._limit, say=say, idle=self._collects_nothing
         )
         self.buffer = OversamplingBuffer.of(
-            cfg, lambda group: has_signal(group, cfg), on_scored=lambda *scored: self.saver.scored(*scored)
+            cfg, lambda group: has_signal(group, cfg), on_scored=lambda *scored: self._scored(*scored)
         )
         self._order = PromptOrder.of(cfg, prompts)
         self.saver = Saver(
@@ -103,7 +104,14 @@ class Session(Around):
                 self.evaluations.owe(found.version)
             if found.where:
                 self._say(f"resuming from {found.where}")
+            self._shows_example = not found.where
         await self._sync()  # always, even at version 0: a broken sync shows before any GPU hour is spent
+
+    def _scored(self, group: Group, started: int) -> None:
+        self.saver.scored(group, started)
+        if self._shows_example:
+            self._shows_example = False
+            self._say(example(group))
 
     async def step(self) -> dict[str, float]:
         """Runs one step and returns its metrics. A batch that the actors refuse is set aside, and the metrics are

@@ -1,10 +1,11 @@
 """Crash-safe file writes (old or new content, never half), and reads that retry."""
 
+import contextlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,3 +68,17 @@ def free_space(directory: Path) -> str:
         return f"{shutil.disk_usage(directory).free >> 20} MiB are free"
     except OSError as error:
         return f"how much is free is not known: {error}"
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Makes a folder and those around it; returns the ones that were not there, the inner ones first."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Removes folders, the inner ones first, up to the first that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

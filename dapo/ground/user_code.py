@@ -33,11 +33,16 @@ def load_module(key: str, path: str, *, ready: dict[str, str]) -> ModuleType:
             return run_text(file.read_bytes(), str(file))
         return importlib.import_module(ready.get(path, path))
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{key}` ({path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted module "
-            f"that can be imported on every node, or one of {', '.join(ready)}. The file's folder is not searched for "
-            "modules: name it in PYTHONPATH on every node if the file imports others"
-        ) from error
+        given = ", ".join(ready)
+        remedy = f"give a Python file (*.py), a dotted module that can be imported on every node, or one of {given}"
+        if path.endswith(".py") and not isinstance(error, OSError):
+            remedy = "correct the file"
+            if isinstance(error, ImportError):
+                remedy += (
+                    ". The file's folder is not searched for modules: name it in PYTHONPATH on every node if the file "
+                    "imports others"
+                )
+        raise ValueError(f"`{key}` ({path!r}) cannot be imported ({describe(error)}); {remedy}") from error
 
 
 def run_text(text: bytes, path: str) -> ModuleType:

@@ -2,10 +2,10 @@
 
     with waiting("..."): ─▶ the open waits ─▶ a thread looks at them ─▶ a line per kind, every `logging.watchdog_s`
 
-Each wait for something remote or slow has an entry. A line is for example `waiting 90 s for 2 of 64 actor ranks (the
-update from policy version 17): 3, 17`. A wait is reported when it is older than the interval, and again after each
-interval. If nothing else was printed for an interval, the oldest wait is reported whatever its age. A thread does this,
-because a blocked event loop is a wait too.
+Each wait for something remote or slow has an entry. A line is for example `still waiting for 2 of 64 actor ranks
+(the update from policy version 17), after 90 s: 3, 17`. A wait is reported when it is older than the interval, and
+again after each interval. If nothing else was printed for an interval, the oldest wait is reported whatever its age. A
+thread does this, because a blocked event loop is a wait too.
 """
 
 import itertools
@@ -65,7 +65,7 @@ def waiting(
     silent: Callable[[], float] | None = None,
     each: str = "",
 ) -> Iterator[None]:
-    """Lets the watchdog report the block while it runs. what: follows "waiting 60 s for"; waits with the same text,
+    """Lets the watchdog report the block while it runs. what: follows "still waiting for"; waits with the same text,
     or the same role and act, share a line. detail: the progress, shown after it; called in another thread. silent:
     seconds since the last sign of life, used in place of the age of the wait. each: a plural noun for waits that
     share a text."""
@@ -130,6 +130,14 @@ class Watchdog:
         return [_line(those, now) for those in late.values()]
 
 
+def awaited(now: float) -> list[str]:
+    """Returns a line for each kind of open waits, the longest first."""
+    kinds: dict[tuple[str, ...], list[_Wait]] = {}
+    for wait in sorted(_open.values(), key=lambda wait: wait.began):
+        kinds.setdefault(wait.kind, []).append(wait)
+    return [_line(those, now) for those in kinds.values()]
+
+
 def _line(waits: list[_Wait], now: float) -> str:
     oldest = min(waits, key=lambda wait: wait.began)
     what, detail = oldest.what, oldest.detail()
@@ -140,7 +148,7 @@ def _line(waits: list[_Wait], now: float) -> str:
             what = f"{_share(len(numbers), what.count)} {what.role}s {what.act}".rstrip()
     elif oldest.each:
         detail = f"{len(waits)} {oldest.each}, the oldest {now - oldest.began:.0f} s"
-    return f"waiting {now - oldest.began:.0f} s for {what}{f': {detail}' if detail else ''}"
+    return f"still waiting for {what}, after {now - oldest.began:.0f} s{f': {detail}' if detail else ''}"
 
 
 def _share(number: int, count: int) -> str:

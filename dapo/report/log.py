@@ -21,6 +21,7 @@ from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
 SEPARATOR = " · "  # of the parts of a line
+EXAMPLE, EXAMPLE_LINES = 1000, 20  # letters and lines of a text that `example` shows
 BUFFER_BYTES = 1 << 23  # of lines that wait; later ones are lost
 
 
@@ -198,3 +199,31 @@ def _groups(metrics: Mapping[str, float]) -> str:
     # Unscorable groups are the exception: they are shown only if there are any.
     dropped = ", ".join(f"{count} {label}" for count, label in counts if count or label != "unscorable")
     return f"groups {int(metrics.get('buffer/mixed', 0))}/{int(metrics['buffer/drawn'])} mixed ({dropped})"
+
+
+def example(group: Group) -> str:
+    """Returns a prompt as the model gets it, one answer, and its score, for the beginning of a run."""
+    prompt, response, score = group.draw.prompt, group.responses[0], group.scores[0]
+    verdict = f"accuracy {score.accuracy:g}, reward {score.reward:g}"
+    verdict += f", {score.failure}" if score.failure else ""
+    verdict += f", read as {_cut(score.prediction, 80)!r}" if score.prediction else ""
+    return "\n".join(
+        [
+            f"a prompt as the model gets it, {len(prompt.token_ids)} tokens:",
+            _quoted(prompt.text),
+            f"one of its {len(group.responses)} answers, {response.num_sampled} tokens ({response.finish_reason}):",
+            _quoted(response.text),
+            f"its score: {verdict}; the reference answer: {_cut(prompt.ground_truth, 80)!r}",
+        ]
+    )
+
+
+def _quoted(text: str) -> str:
+    lines = _cut(text, EXAMPLE).splitlines()
+    if len(lines) > EXAMPLE_LINES:
+        lines = [*lines[: EXAMPLE_LINES // 2], "…", *lines[-EXAMPLE_LINES // 2 :]]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _cut(text: str, letters: int) -> str:
+    return text if len(text) <= letters else f"{text[: letters // 2]} … {text[-letters // 2 :]}"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.results.runs import positions
+from dapo.results.runs import Run, positions
+from dapo.state.changes import value_of
 
 # (title, metric, whether it is measured occasionally and drawn as points)
 PANELS = (
@@ -30,7 +31,12 @@ def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], l
     return steps, [found[step] for step in steps]
 
 
-def draw(runs: dict[str, Any], out: Path, against: Sequence[str] = ("step",)) -> None:
+def title_of(runs: Sequence[Run]) -> str:
+    """Returns the name and the model of the only run; several are in the legend."""
+    return f"{runs[0].name}: {value_of(runs[0].config, 'model.path')}"[:90] if len(runs) == 1 else ""
+
+
+def draw(runs: dict[str, Any], out: Path, against: Sequence[str] = ("step",), title: str = "") -> None:
     """Draws `runs`, the records of each by label, to `out`. against: of `AXES`; one column each if there are several.
     Runs that differ in their seeds only share a colour. Raises ValueError when matplotlib is missing or `out` cannot be
     written."""
@@ -53,8 +59,8 @@ def draw(runs: dict[str, Any], out: Path, against: Sequence[str] = ("step",)) ->
         for kind, records in zip(kinds, runs.values(), strict=True):
             at = positions(records, each)
             known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
-            # Held-out points are joined by a line to be easier to follow.
-            look: dict[str, Any] = {"marker": "o", "markersize": 4.5} if points else {}
+            # Held-out points are joined by a line to be easier to follow; one point alone has no line.
+            look: dict[str, Any] = {"marker": "o", "markersize": 4.5} if points or len(known) == 1 else {}
             axis.plot([x for x, _ in known], [y for _, y in known], color=colours[kind], linewidth=width, **look)
         axis.set_title(name, loc="left", fontsize=10)
         axis.grid(True, color="#dddddd", linewidth=0.6)
@@ -62,6 +68,7 @@ def draw(runs: dict[str, Any], out: Path, against: Sequence[str] = ("step",)) ->
         _limits(axis, metric, each)
     for number, axis in enumerate(axes[-1]):
         axis.set_xlabel(AXES[against[number % len(against)]])
+    figure.suptitle(title, fontsize=11)
     if len(runs) > 1:
         lines = [plt.Line2D([], [], color=colour, linewidth=2) for colour in colours.values()]
         figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)), frameon=False)

@@ -47,9 +47,9 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
         found = results(run)
         write_text(folder / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
         say(text(found))
-        from dapo.results.plot import draw  # matplotlib takes a second, and only here
+        from dapo.results.plot import draw, title_of  # matplotlib takes a second, and only here
 
-        draw({run.name: run.records}, folder / CURVES)
+        draw({run.name: run.records}, folder / CURVES, title=title_of([run]))
     except LeaseLost:
         return
     except Exception as error:  # whatever a disk, a library or a damaged file raises

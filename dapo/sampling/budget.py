@@ -12,6 +12,7 @@ REMEDIES: dict[str, str] = {fate: fate.remedy for fate in DROPPED} | {
     FAILED: "`rollout.function` fails for too many responses: the warnings say why; mend it, or give it more time "
     "(`rollout.function.timeout_s`)",
 }
+FEW = 0.05  # share of responses without a verdict that is no sign of a faulty function
 BINS = 4  # of pass rates strictly between 0 and 1
 # Without `max_draws`, the search ends after this many generation batches and groups in a row without a usable one. With
 # one usable draw in 100, that happens by chance once in 20,000 times.
@@ -43,7 +44,7 @@ class Budget:
         self._outcomes: Counter[str] = Counter()
         self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
-        self._responses = self._unscored = 0
+        self._responses = self._unscored = self._silent = self._wrong = 0
 
     def counted(self, running: int) -> int:
         """Counts the ended draws of this or the next update. running: the others, which a resumed run starts again."""
@@ -69,10 +70,12 @@ class Budget:
         accuracies = group.accuracies
         unscored = len(group.scores) - len(accuracies)
         self._responses += len(group.scores)
+        failed = sum(one.failed for one in group.responses)
         self._unscored += unscored
+        self._silent += unscored - failed
+        self._wrong += sum(accuracy < 1 for accuracy in accuracies)
         cause = fate
         if fate in (UNSCORABLE, ALL_CORRECT, ALL_WRONG) and unscored:  # with all scores it might have been mixed
-            failed = sum(one.failed for one in group.responses)
             cause = FAILED if 2 * failed > unscored else UNSCORABLE
         self._fates[cause] += 1
         self._barren = self._barren + 1 if fate in REMEDIES else 0
@@ -83,6 +86,8 @@ class Budget:
         scored = max(1, self._outcomes.total())
         shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in OUTCOMES)
         most = max(REMEDIES, key=lambda name: self._fates[name])
+        if most == ALL_CORRECT and self._silent > max(self._wrong, FEW * self._responses):
+            most = UNSCORABLE  # most answers that are not right have no verdict, as if a `return` were missing
         barren = "" if self._max_draws else f" (none among the last {self._barren})"
         more = "raise `filter_groups.max_num_gen_batches`, " if self._max_draws else ""
         return (

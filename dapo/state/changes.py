@@ -3,11 +3,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cache
 from typing import Any
 
 from dapo.config.fields import ITEM, keys
-from dapo.config.names import hint, known_keys
+from dapo.config.names import hint, known_keys, resumes
 from dapo.config.schema import Config
 from dapo.ground.redact import redacted
 
@@ -22,18 +21,13 @@ class Change:
         return f"`{self.key}` is {self.there!r} there and {self.here!r} here"
 
 
-@cache
-def _resume() -> dict[str, str]:
-    return {one.name: one.resume for one in keys(Config)}
-
-
 def alters_meaning(key: str) -> bool:
-    return _resume().get(key, "meaning") == "meaning"
+    return resumes().get(key, "meaning") == "meaning"
 
 
 def alters_course(key: str) -> bool:
     """Whether another value leads to other weights, also if the run means the same."""
-    return _resume().get(key, "meaning") != "harmless"
+    return resumes().get(key, "meaning") != "harmless"
 
 
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:

@@ -30,6 +30,8 @@ def hold(path: Path, where: str) -> tuple[TextIO, "Lease"]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks when the process dies
+            if not os.fstat(lock.fileno()).st_nlink:  # its owner, which was refused, has just removed the directory
+                raise LeaseHeld(_described({}))
         except BlockingIOError as error:
             raise LeaseHeld(_described(_owner(lease.path))) from error
         except OSError as error:

@@ -1,10 +1,12 @@
 """Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it. A
 resumed run is compared with the files (`ABOUT`) in its checkpoint; the error names the keys that differ."""
 
+import contextlib
 import json
 import logging
 import secrets
 import shutil
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,12 +15,12 @@ from omegaconf import OmegaConf
 
 from dapo.config.paths import output_path
 from dapo.config.schema import RESUME
-from dapo.ground.durable import write_text
+from dapo.ground.durable import make_folder, remove_empty, write_text
 from dapo.ground.redact import redacted
 from dapo.state.changes import alters_course, alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.journal import JOURNAL, Journal, holds_groups
-from dapo.state.lease import LEASE, LOCK, Lease, hold
+from dapo.state.lease import LEASE, LOCK, Lease, LeaseLost, hold
 from dapo.state.manifest import BrokenCheckpoint
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
 SAVED = "saved"  # step of the newest checkpoint written by the run
 ABOUT, NODES = "run", "nodes"  # folders: copies of these files in a checkpoint; logs of a launcher
 COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
+EARLY = {*COPIED, TOKEN, LOCK, LEASE}  # what is in a new directory before `RunDirectory.begin`
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
 
 
@@ -39,14 +42,18 @@ class RunDirectory:
     store: its checkpoints. notices: lines to show to the user at this start. accepted: keys that alter the run's
     meaning, differ from those of the checkpoint, and are in `checkpoint.accept_changes`; groups sampled before have
     another meaning then. check, when_lost: of the lease. same_prompts: whether the prompts are those of the run before.
+    saved: called with each checkpoint that is in its place; must not raise.
     """
 
-    def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any], made: Sequence[Path]) -> None:
+        """made: the folders that this claim has made, the inner ones first."""
         self.path = path
+        self._made = made
         self.checkpoints = path / CHECKPOINTS
         self.notices: list[str] = []
         self.accepted: list[str] = []
         self.same_prompts = True
+        self.saved: Callable[[Path], None] = lambda checkpoint: None
         self._config = config
         self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
         self._before: Path | None = None  # folder of the files `COPIED` of the run that is resumed
@@ -148,6 +155,7 @@ class RunDirectory:
 
     def _note_saved(self, step: int) -> None:
         write_text(self.path / SAVED, f"{step}\n")
+        self.saved(self.checkpoints / f"step_{step:06d}")
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
         """Applies `checkpoint.resume`, a path, unless this run has already resumed from there. Returns the checkpoint
@@ -217,6 +225,7 @@ class RunDirectory:
     def begin(self) -> None:
         """Goes back if `checkpoint.resume` requires it, and writes what was recorded; the start is final then."""
         self.check()
+        self._made = ()
         self.store.leave_later()
         if self.accepted:  # if this start dies next, no groups may remain that do not fit `config.yaml`
             Journal(self.path / JOURNAL, "", warn=log.warning).remove()
@@ -233,8 +242,19 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self.forget()
         self.release()
+
+    def forget(self) -> None:
+        """Removes the folders that the claim has made, if the run has not begun."""
+        with contextlib.suppress(OSError, LeaseLost):
+            self.check()
+            if self._made and {each.name for each in self.path.iterdir()} <= EARLY:
+                self._lease.release()
+                shutil.rmtree(self.path)  # also the lock, which is held until then
+                remove_empty(self._made[1:])
 
     def release(self) -> None:
         self._lease.release()
@@ -248,15 +268,16 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
     path = output_path(output_dir)
     where = _named(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        made = make_folder(path)
         _refuse_strangers(path, where)
-        run = RunDirectory(path, *hold(path, where), config)
+        run = RunDirectory(path, *hold(path, where), config, made)
     except OSError as error:
         raise ValueError(f"{where} cannot be used ({error}); give a directory that can be written to") from error
     try:
         run.go_on(resume)
         run.record()
     except BaseException:
+        run.forget()
         run.release()
         raise
     return run

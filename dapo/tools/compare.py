@@ -1,9 +1,10 @@
 """Lays runs side by side: `python -m dapo.compare RUN RUN ...`. Results with confidence intervals and differences of
-the configurations, as Markdown, a column per run, `-` for a missing value. It only reads files, also of a
-running run, without Ray or torch."""
+the configurations, a column per run, `-` for a missing value; Markdown where the output is no terminal. It only reads
+files, also of a running run, without Ray or torch."""
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from dapo.state.changes import values
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
 Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the first
 Row = tuple[str, Callable[[Results], str]]
+Rows = list[list[str]]  # the first one is the head
+NAME, CELL = 30, 20  # widest first column on a terminal, narrowest other one
 
 ROWS: tuple[Row, ...] = (
     ("steps", taken),
@@ -37,7 +40,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def results_table(found: Sequence[Results], gains: Gains) -> str:
+def results_table(found: Sequence[Results], gains: Gains) -> Rows:
     """Returns the table of results, with 95 % confidence intervals in brackets. Intervals of held-out accuracies are
     over problems, those of sampled groups over steps. gains: paired by problem."""
     rows = [
@@ -47,7 +50,7 @@ def results_table(found: Sequence[Results], gains: Gains) -> str:
         *_accuracies(DRAWN, [{"": run.drawn} if run.drawn else {} for run in found]),
         *[(name, [cell(run) for run in found]) for name, cell in ROWS[1:]],
     ]
-    return table(["", *(run.name for run in found)], [[name, *cells] for name, cells in rows])
+    return [["", *(run.name for run in found)], *([name, *cells] for name, cells in rows)]
 
 
 def _accuracies(measure: str, by_set: Sequence[Mapping[str, Accuracy]]) -> Iterator[tuple[str, list[str]]]:
@@ -76,14 +79,13 @@ def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str,
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:
-    rows = [[key, *map(_word, values)] for key, values in found.items()]
-    return table(["key", *names], rows)
+def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> Rows:
+    return [["key", *names], *([key, *map(_word, values)] for key, values in found.items())]
 
 
 def _word(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value)
-    return text.replace("|", "\\|").replace("\n", "⏎")
+    return text.replace("\n", "⏎")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,16 +95,38 @@ def parser() -> argparse.ArgumentParser:
     return program
 
 
-def compare(runs: Sequence[Run]) -> str:
+def compare(runs: Sequence[Run]) -> list[Rows]:
+    """Returns the table of results, and that of the configurations' differences if there are any."""
     found = [results(run) for run in runs]
     first = runs[0].problems[-1] if runs[0].problems else {}
     gains = [{}, *[differences(first, run.problems[-1]) if run.problems else {} for run in runs[1:]]]
     differing = configuration_differences([run.config for run in runs])
-    parts = [results_table(found, gains)]
-    if len(runs) > 1:
-        names = [run.name for run in runs]
-        parts.append(differences_table(names, differing) if differing else "The configurations are the same.")
-    return "\n\n".join(parts)
+    tables = [results_table(found, gains)]
+    return [*tables, differences_table([run.name for run in runs], differing)] if differing else tables
+
+
+def markdown(rows: Rows) -> str:
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return table(head, rest)
+
+
+def columns(rows: Rows, width: int) -> None:
+    """Prints a table on a terminal, in parts of as many runs as fit beside each other."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Console(width=width)
+    each = max(1, (width - NAME) // (CELL + 2))
+    for at in range(1, len(rows[0]), each):
+        part = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for number, name in enumerate([rows[0][0], *rows[0][at : at + each]]):
+            part.add_column(Text(name), overflow="fold", max_width=None if number else NAME)
+        for row in rows[1:]:
+            part.add_row(*map(Text, [row[0], *row[at : at + each]]))
+        out.print(part)
+        out.print()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,7 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
     try:
         runs = read_runs(given.runs)
-        say(compare(runs))
+        tables = compare(runs)
+        if sys.stdout.isatty():
+            for rows in tables:
+                columns(rows, shutil.get_terminal_size().columns)
+        else:
+            say("\n\n".join(map(markdown, tables)))
+        if len(runs) > 1 == len(tables):
+            say("\nThe configurations are the same.")
         if given.png:
             draw({run.name: run.records for run in runs}, given.png, tuple(AXES))
     except (ValueError, OSError) as error:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo.results.plot import AXES, draw
+from dapo.results.plot import AXES, draw, title_of
 from dapo.results.runs import read_runs
 
 
@@ -16,7 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", nargs="+", choices=AXES, default=["step"], help="the x axes (default: step)")
     given = parser.parse_args(arguments)
     try:
-        draw({run.name: run.records for run in read_runs(given.runs)}, given.out, given.against)
+        runs = read_runs(given.runs)
+        draw({run.name: run.records for run in runs}, given.out, given.against, title_of(runs))
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(given.out)

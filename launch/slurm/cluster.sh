@@ -87,7 +87,7 @@ begin() {
     python=${PYTHON:-python}
   else
     python=${PYTHON:-$PWD/.venv/bin/python}
-    command -v "$python" >/dev/null || die "$python does not exist; make .venv as launch/README.md says, or set PYTHON or CONTAINER"
+    command -v "$python" >/dev/null || die "$python does not exist: run bash launch/install.sh --gpu, or set PYTHON or CONTAINER"
   fi
   in_container
 }

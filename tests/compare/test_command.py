@@ -1,5 +1,6 @@
 """Runs side by side: what they have come to, in what they differ, and their curves; runs that lack something too."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ def test_only_keys_that_differ(runs: list[str], capsys: pytest.CaptureFixture[st
     }
     main([runs[0], runs[0]])
     assert capsys.readouterr().out.endswith("The configurations are the same.\n")
+
+
+def test_on_a_terminal_the_runs_that_fit_stand_beside_each_other(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(runs)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80 and not [line for line in lines if line.startswith("|")]
+    heads = [line.split() for line in lines if set(line.split()) & {"one", "going"}]
+    assert heads[:3] == [["one", "other"], ["going", "begun"], ["key", "one", "other"]]
+    assert [line.split() for line in lines if line.startswith("starts")] == [["starts", "1", "1"], ["starts", "-", "-"]]
 
 
 def test_curves_over_steps_tokens_and_seconds(

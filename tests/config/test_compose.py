@@ -1,6 +1,7 @@
 """The command line, what it makes of an experiment, and the experiments of config/experiment."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,33 @@ def test_what_is_right_goes_to_hydra(given: str, for_hydra: str) -> None:
     assert checked_overrides(given.split()) == for_hydra.split()
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("data.train_files=a.parquet", "data.train_files=[a.parquet]"),
+        ("reward.functions='my reward.py'", "reward.functions=[{path: 'my reward.py'}]"),
+        ("reward.functions=[math, own/e.py]", 'reward.functions=[{path: "math"}, {path: "own/e.py"}]'),
+        ("logging.wandb=true", "++logging.wandb={project: dapo}"),
+        ("logging.mlflow=false", "++logging.mlflow={}"),
+        ("+actor.lr=1e-6", "actor.optim.lr=1e-6"),
+        ("experiment=dapo_tiny", "+experiment=dapo_tiny"),
+        ("ablation/grpo", "+experiment=ablation/grpo"),
+    ],
+)
+def test_what_can_only_mean_one_thing_is_taken_as_that(
+    given: str, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checked_overrides([given]) == [taken]
+    named = taken.startswith("+experiment")
+    assert bool(caplog.messages) != named
+    caplog.clear()
+    assert checked_overrides([taken]) == [taken] and not caplog.messages
+
+
+def test_one_held_out_file_is_taken_as_a_list() -> None:
+    assert compose(["data.val_files=a.parquet"], "dapo_tiny").data.val_files == ["a.parquet"]
+
+
 def test_keys_of_open_sections_are_added_and_removed() -> None:
     assert compose([], "dapo_tiny").rollout.vllm["max_num_seqs"] == 256
     vllm = compose(["~rollout.vllm.max_num_seqs", "rollout.vllm.block_size=32"], "dapo_tiny").rollout.vllm
@@ -120,14 +148,14 @@ def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:
 def test_the_reference_of_all_keys_is_current() -> None:
     written = (ROOT / "config" / "README.md").read_text()
     assert reference() == written, "run `python -m dapo.config > config/README.md`"
-    assert all(f"| `{name}` |" in written for name in experiments())
-    assert "| `rollout.n` | `16` | responses per prompt | at least 2" in written
+    assert all(f"| `{name}` |" in written for name in experiments() if "/" not in name)
+    assert "| `rollout.n` | `16` | responses per prompt, at least 2 |" in written
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "shown", "told"),
     [
-        pytest.param(["--help"], 0, "+experiment=NAME [KEY=VALUE ...]", "", id="help"),
+        pytest.param(["--help"], 0, "[EXPERIMENT] [KEY=VALUE ...]", "", id="help"),
         pytest.param(["+experiment=dapo_tinny"], 1, "", "dapo: unknown experiment `dapo_tinny`", id="before Hydra"),
         pytest.param([TINY, "rollout.n=1"], 1, "", "dapo: `rollout.n` (1)", id="by Hydra"),
         pytest.param([TINY, "--cfg", "job", "trainer.seed=77"], 0, "  seed: 77\n", "", id="behind a flag"),
@@ -156,6 +184,35 @@ def test_what_was_a_switch_once_still_reads_as_such(given: str, offload: str) ->
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_composes_and_validates(name):
     assert compose([], name).trainer.output_dir.endswith(f"outputs/{name}")
+
+
+OWN_LOSS = "algorithm.policy_loss=dapo/algorithm/own/soft_gate.py:soft_gate"
+MANY = "actor.optim.lr_scheduler=constant actor.optim.lr_warmup_steps=0 algorithm.loss_agg_mode=seq-mean-token-mean"
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("trainer.total_steps=2 trainer.max_hours=1 eval.n=2 checkpoint.keep=1 rollout.vllm.max_num_seqs=8", ""),
+        (f"{OWN_LOSS} actor.optim.lr=0.00001", "-lr_1e-5-policy_loss_soft_gate"),
+        (f"actor.optim.lr=1e-5 {OWN_LOSS}", "-lr_1e-5-policy_loss_soft_gate"),
+        ("rollout.function.path=retry trainer.seed=3", "-function.path_retry-seed_3"),
+        ("trainer.seed=1 rollout.n=8 checkpoint.accept_changes=[rollout]", "-seed_1"),
+        ("reward.functions=[{path:a/math},{path:'odd:name.py',weight:.5}]", "-functions_math+odd_name.py_0.5"),
+        ("rollout.n=8 trainer.output_dir=outputs/dapo_tiny", ""),
+        (f"{OWN_LOSS} rollout.n=8 rollout.temperature=0.9 algorithm.clip_ratio_low=0.1 {MANY}", None),
+    ],
+)
+def test_a_run_without_a_directory_has_one_named_by_what_makes_it_another_run(given: str, added: str | None) -> None:
+    found = compose(given.split(), "dapo_tiny").trainer.output_dir
+    if added is None:
+        assert (
+            re.fullmatch(r"outputs/dapo_tiny-lr_scheduler_constant-[\w.+-]{80,112}-[0-9a-f]{8}", found)
+            and len(found) < 150
+        )
+    else:
+        assert found == f"outputs/dapo_tiny{added}"
+        assert compose([f"trainer.output_dir={found}"], "dapo_tiny").trainer.output_dir == found, "Hydra takes it"
 
 
 @pytest.mark.parametrize(

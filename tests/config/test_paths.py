@@ -64,7 +64,7 @@ def test_the_doctor_and_an_evaluation_say_so_too(
     monkeypatch.setattr("sys.argv", ["dapo.evaluate", "+experiment=dapo_tiny"])
     with pytest.raises(SystemExit):
         evaluate.main()
-    assert "`trainer.output_dir` (outputs/dapo_tiny) is" in capsys.readouterr().err
+    assert "(outputs/evaluations/pkg-dapo.tiny-base) is" in capsys.readouterr().err
     assert [*job.iterdir()] == []
 
 

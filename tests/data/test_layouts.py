@@ -74,7 +74,10 @@ def test_a_data_source_of_the_rows_stays(tmp_path):
     [
         (["question", "answer", "problem"], "auto", r"fit gsm8k \(question; answer\) and math .* name one of them as"),
         (["prompt", "answer", "question"], "auto", r"fit trl .* and gsm8k .*; name one of them as `format`"),
-        (["query", "reply"], "auto", r"`prompt`, `reward_model` is missing \(found: query, reply\); .* trl \(prompt; "),
+        (["query", "reply"], "auto", r"\(found: query, reply\) are those of no format; .* trl \(prompt; "),
+        (["Question", "Answer"], "auto", r"did you mean `question` for `Question` and `answer` for `Answer`\?"),
+        (["question", "id"], "auto", r"no column has the answer to `question` \(found: question, id\)"),
+        (["prompt", "reward_model"], "auto", r"column `data_source` is missing"),
         (["question", "answer"], "math", r"\(found: question, answer\) are not those of `format` math \(problem; "),
         (["question", "answer"], "verl", r"`data_source`, `prompt`, `reward_model` is missing"),
     ],
@@ -107,7 +110,7 @@ def test_a_named_layout_decides_between_several():
     [
         ({"question": "1", "answer": "#### 1"}, {"question": "1+1", "answer": "2"}, "column `answer` lacks a final a"),
         ({"problem": "1", "solution": "\\boxed{1}"}, {"problem": "1", "solution": "1"}, r"`solution` lacks a \\boxed"),
-        ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "there is not an answer, which `format` trl"),
+        ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "it lacks an answer, which `format` trl"),
         ({"prompt": "1", "answer": "1"}, {"prompt": str(USER), "answer": "1"}, "looks like messages and is no JSON"),
         ({"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "1"}, "column `prompt` must be text or messages"),
         ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": ["2", "3"]}, r"text, .*not list \['2', '3'\];"),

@@ -211,6 +211,16 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(tmp_path, tokenizer,
         load(name, made)
 
 
+def test_many_prompts_that_are_too_long_are_refused(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1" * length) for length in (1, 2, 3, 30)])
+    options = {"max_prompt_length": 20, "max_contradictory": 0.1, "key": KEY}
+    assert load_prompts([name], tokenizer, **options, max_too_long=0.25)[1].too_long == 1
+    longest = len(load_prompts([name], tokenizer, **{**options, "max_prompt_length": 99})[0][-1].token_ids)
+    said = rf"1 of 4 prompts are longer than `data.max_prompt_length` \(20\).*\(0.1\).*\({longest} tokens are enough"
+    with pytest.raises(ValueError, match=said):
+        load_prompts([name], tokenizer, **options, max_too_long=0.1)
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_folder_goes_through_datasets(tmp_path, tokenizer, monkeypatch):
     """The same call as for a hub name, with real files and no network."""

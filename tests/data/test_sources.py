@@ -60,6 +60,13 @@ def test_sources_are_read_one_after_the_other(folder, tokenizer):
     assert fingerprint(load_train(plain, tokenizer)[0], tokenizer) != fingerprint(prompts, tokenizer)
 
 
+def test_a_sources_own_system_prompt_replaces_that_of_all(folder, tokenizer):
+    cfg = configured(folder, "data.system_prompt=Add.", first=", system_prompt: Be brief.")
+    prompts, _ = load_train(cfg, tokenizer)
+    assert [prompts[number].messages[0] for number in (0, 6)] == [("system", "Be brief."), ("system", "Add.")]
+    assert load_held_out(cfg, tokenizer)[0].prompts[0].messages[0] == ("system", "Add.")
+
+
 def test_each_source_has_epochs_of_its_own(folder, tokenizer):
     cfg = configured(folder)
     prompts, _ = load_train(cfg, tokenizer)

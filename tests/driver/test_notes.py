@@ -44,10 +44,6 @@ def vocabulary(folder: Path) -> list[str]:
     ("plant", "said"),
     [
         (rows(), None),
-        (
-            rows(*[row(f"{number:030}", "1") for number in range(4)]),
-            "`data.train_files`: 4 of 20 prompts (20%) are longer",
-        ),
         (rows(held_out=True), "16 held-out problems are training prompts too"),
         (rows(row("7+7=", "None")), "math: 16 of 17 reference answers as they should be: row 16: 'None'"),
         (rows(row("7+7=", "proof")), "math: the ground truth 'proof' of 1 of 17 rows, the first 16, is no answer"),

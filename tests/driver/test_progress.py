@@ -113,7 +113,7 @@ def test_without_a_terminal_a_long_step_has_a_line_a_minute(clock: Clock, capsys
             console.say("a checkpoint was written")
             assert after(1)[0].startswith("in step 7/80 · generating for 2m"), "whatever else is printed"
             silence = 60.0
-            assert [line.split()[0] for line in (*after(30), *after(30))] == ["waiting", "in"]
+            assert [line.split()[0] for line in (*after(30), *after(30))] == ["still", "in"]
             silence = 0.0
             next_step()
             console.say("step 7/80")
@@ -129,6 +129,11 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
         dog = Watchdog(EVERY_S)
         dog._began = clock.now
         with Progress(80, EVERY_S, say=said.append, live=lambda: shown(lines)) as progress:
+            assert lines.pop() == "starting"
+            with waiting("Ray"), waiting("engine 0 to start"):
+                clock.now += 2
+                progress.look(clock.now)
+            assert lines.pop() == "waiting for Ray, after 2 s · engine 0 to start, after 2 s"
             progress.of(trainer)
 
             def after(seconds: float, steps: int = 1) -> str:
@@ -155,6 +160,9 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
                 assert "· asking the reference policy ·" in after(0, steps=0)
             trainer.stream.buffer.progress = lambda: (4, 4, 1)
             assert "batch in" not in after(1, steps=0), "it is full"
+            progress.over()
+            progress.look(clock.now)
+            assert lines[-1] == "ending"
         so_far = len(lines)
         progress.look(clock.now)
         assert len(lines) == so_far and said == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,6 +103,8 @@ def test_the_export_loads_and_differs_from_the_base(whole_run):
     base = AutoModelForCausalLM.from_pretrained(resolve_path("pkg://dapo.tiny/base"))
     assert AutoTokenizer.from_pretrained(directory).chat_template
     assert not any(torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
+    card = ModelCard.load(f"{directory}/README.md")
+    assert card.data.eval_results and "| steps | 3 of 3 |" in card.text and "](curve.png)" in card.text
 
 
 def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val_file, runs: Runs, capsys):

@@ -21,7 +21,7 @@ from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed,
 from tests.support.outcomes import RUN, last_line
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 TURNS = ("trainer.colocate=time", "trainer.device=cpu")
 LEND = ("trainer.colocate=lend", "trainer.device=cpu")
@@ -67,7 +67,7 @@ def killing(method: str, number: int, *, after: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("method", "after"),
     [
-        pytest.param("sleep", True, id="asleep", marks=pytest.mark.nightly),
+        pytest.param("sleep", True, id="asleep"),
         pytest.param("start_update", True, id="between the wakes"),
     ],
 )
@@ -81,7 +81,6 @@ def test_turns_change_no_bit_nor_does_an_engine_lost_in_them(
     assert_undisturbed(found, undisturbed)
 
 
-@pytest.mark.nightly
 def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +90,6 @@ def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
     assert_undisturbed(found, undisturbed)
 
 
-@pytest.mark.nightly
 def test_lending_changes_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: Path, always: None) -> None:
     found = runs.small(tmp_path / "run", *RUN, *LEND)
     assert_undisturbed(found, undisturbed)
@@ -103,7 +101,6 @@ def test_lending_changes_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: 
     assert served == [(0,), (1,), (2,)], "one of its own, two on the ranks' devices"
 
 
-@pytest.mark.nightly
 def test_a_lent_engine_that_is_lost_costs_time_and_nothing_else(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:
@@ -113,7 +110,6 @@ def test_a_lent_engine_that_is_lost_costs_time_and_nothing_else(
     assert_undisturbed(found, undisturbed)
 
 
-@pytest.mark.nightly
 def test_a_rank_lost_while_its_device_is_lent_ends_nothing(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:

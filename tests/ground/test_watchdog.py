@@ -41,25 +41,26 @@ def ranks(numbers: list[int], act: str = "(the update)") -> contextlib.ExitStack
 def test_a_wait_is_told_once_it_is_long_and_again_after_as_long(told: Told) -> None:
     with waiting("the journal to be read"):
         assert told(59) == []
-        assert told(1) == ["waiting 60 s for the journal to be read"]
+        assert told(1) == ["still waiting for the journal to be read, after 60 s"]
         assert told(59) == []
-        assert told(1) == ["waiting 120 s for the journal to be read"]
+        assert told(1) == ["still waiting for the journal to be read, after 120 s"]
     assert told(600, quiet=True) == []
     with waiting("reward workers", each="responses"):
         assert told(20) == []
         with waiting("reward workers", each="responses"):
-            assert told(60) == ["waiting 80 s for reward workers: 2 responses, the oldest 80 s"]
+            assert told(60) == ["still waiting for reward workers, after 80 s: 2 responses, the oldest 80 s"]
 
 
 def test_ranks_share_a_line_that_names_those_that_are_waited_for(told: Told) -> None:
     with ranks(list(range(64))) as all_of_them:
-        assert told(60) == ["waiting 60 s for all 64 actor ranks (the update)"]
+        assert told(60) == ["still waiting for all 64 actor ranks (the update), after 60 s"]
         with ranks([3, 17], "(saving)"), ranks([5], "(loading)"), ranks(list(range(20)), "(the export)"):
             all_of_them.close()
             assert told(60) == [
-                "waiting 60 s for 2 of 64 actor ranks (saving): 3, 17",
-                "waiting 60 s for actor rank 5 (loading)",
-                f"waiting 60 s for 20 of 64 actor ranks (the export): {', '.join(map(str, range(16)))}, ...",
+                "still waiting for 2 of 64 actor ranks (saving), after 60 s: 3, 17",
+                "still waiting for actor rank 5 (loading), after 60 s",
+                "still waiting for 20 of 64 actor ranks (the export), after 60 s: "
+                f"{', '.join(map(str, range(16)))}, ...",
             ]
 
 
@@ -76,9 +77,9 @@ def test_an_engine_is_told_by_its_silence_and_not_by_its_age(told: Told) -> None
     with group(3), group(3), group(4):
         assert told(100) == [], "tokens come"
         silence[3] = 61.0
-        assert told(20) == ["waiting 120 s for engine 3: 4 requests, version 17, last token 61 s ago"]
+        assert told(20) == ["still waiting for engine 3, after 120 s: 4 requests, version 17, last token 61 s ago"]
         silence[4] = 80.0
-        assert told(60) == ["waiting 180 s for 2 of 8 engines: 3, 4"]
+        assert told(60) == ["still waiting for 2 of 8 engines, after 180 s: 3, 4"]
 
 
 def test_a_long_silence_is_broken_by_the_oldest_wait_whatever_its_age(told: Told) -> None:
@@ -89,15 +90,17 @@ def test_a_long_silence_is_broken_by_the_oldest_wait_whatever_its_age(told: Told
         done = 3
         with waiting("an engine that serves", each="groups"):
             assert told(8, quiet=True) == []
-            assert told(1, quiet=True) == ["waiting 60 s for the batch of step 1: 3 of 4 groups"]
-            assert told(51) == ["waiting 60 s for an engine that serves: 1 groups, the oldest 60 s"]
-            assert told(9) == ["waiting 120 s for the batch of step 1: 3 of 4 groups"], "60 s after its last line"
+            assert told(1, quiet=True) == ["still waiting for the batch of step 1, after 60 s: 3 of 4 groups"]
+            assert told(51) == ["still waiting for an engine that serves, after 60 s: 1 groups, the oldest 60 s"]
+            assert told(9) == ["still waiting for the batch of step 1, after 120 s: 3 of 4 groups"], (
+                "60 s after its last line"
+            )
 
 
 def test_the_thread_speaks_while_its_caller_is_held_up_and_ends_with_its_block(capsys: pytest.CaptureFixture) -> None:
     with Watchdog(0.05), waiting("a call that blocks", lambda: "so far"):
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and capsys.readouterr().out.count("a call that blocks: so far") < 1:
+        while time.monotonic() < deadline and capsys.readouterr().out.count("a call that blocks, after") < 1:
             time.sleep(0.01)
         assert time.monotonic() < deadline
     with waiting("nobody hears it"):

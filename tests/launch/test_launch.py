@@ -5,14 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dapo.config.compose import compose, experiments
+from dapo.ground.console import EXIT_RESUMABLE
 from dapo.workers.placing.asked import pools
 from dapo.workers.placing.fit import Node, problems
+from tests.support.batch import fake
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run", ROOT / "docker/lock.sh"]
@@ -45,12 +48,24 @@ def given(name: str) -> list[tuple[int, int, str]]:
         gpus = yaml.safe_load(text)["available_node_types"]["gpu"]["resources"]["GPU"]
         [workers] = re.findall(r"--min-workers (\d+)", text)
         return [(int(workers), gpus, each) for each in re.findall(r"\+experiment=(\w+)", text)]
+    if name in ("skypilot.yaml", "dstack.yml"):
+        task = yaml.safe_load(text)
+        asked = task["resources"].get("accelerators") or task["resources"]["gpu"]
+        gpus = int(asked.partition(":")[2])
+        [own] = re.findall(r"\+experiment=(\w+)", str(task))
+        others = re.findall(r"--num-nodes (\d+) .*\+experiment=(\w+)", text)
+        return [
+            (task.get("num_nodes") or task["nodes"], gpus, own),
+            *((int(nodes), gpus, each) for nodes, each in others),
+        ]
     nodes, gpus = (int(re.findall(rf"^#SBATCH --{each}=(\d+)", text, re.M)[0]) for each in ("nodes", "gpus-per-node"))
     commands = re.findall(r"sbatch (?:--nodes=(\d+) )?launch/slurm/train.sbatch \+experiment=([a-z]\w+)", text)
     return [(int(own or nodes), gpus, experiment) for own, experiment in commands]
 
 
-@pytest.mark.parametrize(("name", "commands"), [("slurm/train.sbatch", 2), ("cloud.yaml", 1)])
+@pytest.mark.parametrize(
+    ("name", "commands"), [("slurm/train.sbatch", 2), ("cloud.yaml", 1), ("skypilot.yaml", 2), ("dstack.yml", 1)]
+)
 def test_a_command_gives_its_experiment_the_nodes_that_it_asks_for(name: str, commands: int) -> None:
     found = given(name)
     assert len(found) == commands
@@ -65,3 +80,65 @@ def test_launch_and_docker_name_only_experiments_that_exist() -> None:
     text = "\n".join(path.read_text() for path in files if path.is_file())
     named = set(re.findall(r"\+experiment=([\w./-]*\w)", text)) - {"NAME"}
     assert {"dapo_tiny", "dapo_qwen7b", "dapo_qwen32b"} <= named <= set(experiments())
+
+
+PYTHON = r"""
+case "$*" in
+  *" start "*--head*) echo "$*" >head; trap 'touch stopped; exit 0' TERM; while true; do sleep 0.05; done ;;
+  *" start "*) echo "$*" >worker; rm -f head.answers ;;
+  *dapo.doctor*)
+    trap 'exit 85' TERM; echo "$RAY_ADDRESS $*" >run; touch ready
+    until [[ -e end ]]; do sleep 0.05; done; exit 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(True, 85), (False, 3)])
+def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, signalled: bool, code: int) -> None:
+    python = fake(tmp_path, "python", PYTHON)
+    command = [
+        "bash",
+        str(ROOT / "launch/each_node.sh"),
+        "0",
+        "10.0.0.1",
+        str(python),
+        "+experiment=dapo_tiny",
+        "a=b c",
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], "RAY_AUTH_TOKEN": "x"}) as node:
+        while not (tmp_path / "ready").exists():
+            assert node.poll() is None
+            time.sleep(0.02)
+        if signalled:
+            node.terminate()
+        else:
+            (tmp_path / "end").touch()
+        assert node.wait(60) == code
+    run = (tmp_path / "run").read_text()
+    assert run.startswith("10.0.0.1:20379 -m dapo.doctor --run trainer.nodes_timeout_s=900 +experiment=dapo_tiny a=b c")
+    assert (
+        "--node-ip-address=10.0.0.1 --port=20379" in (tmp_path / "head").read_text() and (tmp_path / "stopped").exists()
+    )
+
+
+def test_another_node_is_there_until_the_head_ends(tmp_path: Path) -> None:
+    python = fake(tmp_path, "python", PYTHON)
+    fake(tmp_path, "bin/timeout", "[[ -e head.answers ]]")
+    (tmp_path / "head.answers").touch()
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RAY_AUTH_TOKEN": "x", "READY_S": "0"}
+    command = ["bash", str(ROOT / "launch/each_node.sh"), "1", "10.0.0.1", str(python), "+experiment=dapo_tiny"]
+    for code, said in ((0, ""), (1, "each_node.sh: 10.0.0.1:20379 did not answer within 0 s")):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and said in done.stderr
+    assert "--address=10.0.0.1:20379 --block" in (tmp_path / "worker").read_text()
+
+
+def test_skypilot_and_dstack_start_every_node_and_bring_a_run_back() -> None:
+    sky, dstack = (yaml.safe_load((ROOT / "launch" / name).read_text()) for name in ("skypilot.yaml", "dstack.yml"))
+    assert sky["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_RESUMABLE]
+    assert "interruption" in dstack["retry"]["on_events"] and dstack["stop_criteria"] == "master-done"
+    assert "RAY_AUTH_TOKEN" in sky["secrets"] and "RAY_AUTH_TOKEN" in dstack["env"], "and no value"
+    for command in (sky["run"], dstack["commands"][-1]):
+        assert command.startswith("bash launch/each_node.sh ")
+    for setup in (sky["setup"], "\n".join(dstack["commands"])):
+        assert "-r docker/gpu.lock" in setup

@@ -4,13 +4,15 @@ import io
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dapo.report.log import BUFFER_BYTES, MetricsLogger, evaluated, progress_line, read_metrics
+from dapo.report.log import BUFFER_BYTES, MetricsLogger, evaluated, example, progress_line, read_metrics
 from dapo.report.sinks.events import TensorBoard
+from tests.support.fakes import make_group
 
 
 def steps_in(path: Path) -> list[int]:
@@ -20,7 +22,7 @@ def steps_in(path: Path) -> list[int]:
 def tensorboard_of(path: Path):
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-    return EventAccumulator(str(path / "tensorboard"), size_guidance={TENSORS: 0}).Reload()
+    return EventAccumulator(str(path / "tensorboard" / path.name), size_guidance={TENSORS: 0}).Reload()
 
 
 @pytest.fixture
@@ -66,14 +68,18 @@ def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: 
 
 def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
-    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan})
-    logger.log(2, {"rollout/accuracy": 0.5})
+    logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan, "late": 0, "never": 0})
+    logger.log(2, {"rollout/accuracy": 0.5, "late": 0, "never": 0})
+    logger.log(3, {"late": 1, "never": 0})
     logger.text(2, "sample/0", "**prompt** 1+1 = \ud800?")
     reader = tensorboard_of(tmp_path)  # before close: a live run can be watched
     assert [(event.step, event.value) for event in reader.Scalars("rollout/accuracy")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in reader.Scalars("late")] == [(2, 0.0), (3, 1.0)]
+    assert sorted(reader.Tags()["scalars"]) == ["actor/loss", "late", "rollout/accuracy"], "no empty chart"
     (text,) = reader.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**prompt** 1+1 = ??")
     assert reader.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
+    assert reader.PluginTagToContent("custom_scalars"), "a tab with the first things to look at"
     logger.close()
 
 
@@ -106,6 +112,19 @@ def test_progress_line() -> None:
     assert progress_line(12, 110, {"rollout/accuracy": math.nan}, repeated=1) == (
         "step 12/110 · acc nan · 1 warning repeated"
     )
+
+
+def test_an_example_shows_prompt_answer_and_score_in_bounds() -> None:
+    group = make_group(7, [1.0, 0.0])
+    long = replace(group.responses[0], text="1 + 6\n" * 20 + "x" * 5000 + "\nAnswer: 7")
+    score = replace(group.scores[0], prediction="7")
+    found = example(replace(group, responses=(long, group.responses[1]), scores=(score, group.scores[1])))
+    lines = found.splitlines()
+    assert lines[:4] == [
+        *("a prompt as the model gets it, 3 tokens:", "  | 7", "one of its 2 answers, 4 tokens (stop):", "  | 1 + 6")
+    ]
+    assert lines[-2:] == ["  | Answer: 7", "its score: accuracy 1, reward 1, read as '7'; the reference answer: '7'"]
+    assert len(found) < 1500 and len(lines) < 30 and "…" in found
 
 
 class FullDisk(io.RawIOBase):
@@ -197,7 +216,8 @@ def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monk
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     [error] = capsys.readouterr().err.strip().splitlines()
     assert "TensorBoard" in error and "No space left" in error
-    events = [each for file in (tmp_path / "tensorboard").iterdir() for each in EventFileLoader(str(file)).Load()]
+    files = (tmp_path / "tensorboard" / tmp_path.name).iterdir()
+    events = [each for file in files for each in EventFileLoader(str(file)).Load()]
     assert {1, 5} <= {each.step for each in events if each.summary.value}
 
 

@@ -182,6 +182,7 @@ LOADS = {
     ),
     "plan": (modules_in("dapo.tools.plan"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
     "simulate": (modules_in("dapo.tools.simulate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
+    "translate": (modules_in("dapo.tools.translate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
     "compare": (modules_in("dapo.tools.compare"), HEAVY | {"dapo.driver.run", "dapo.trainer", "matplotlib"}),
     "doctor": (
         [m for m in modules_in("dapo.tools.doctor") if m not in ON_RAY],
@@ -194,7 +195,7 @@ MODELS = ("dapo.workers.reward_model", "dapo.workers.actor")
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
 BEFORE = (
     ([], ["inspect"]),
-    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare", "doctor"]),
+    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "translate", "compare", "doctor"]),
     (["torch", "transformers"], ["algorithm"]),
     (["ray"], [role for role in ROLES if role not in MODELS]),
     (["transformers.modeling_utils"], list(MODELS)),
@@ -269,13 +270,18 @@ TINY = ["dapo.main_ppo", "+experiment=dapo_tiny"]
         pytest.param(["dapo.main_ppo", "+experiment=dapo_tiny", "rolout.n=8"], 1, "did you mean", id="unknown key"),
         pytest.param(["dapo.main_ppo", "+experiment=dapo_tiny", "rollout.n=1"], 1, "`rollout.n` (1)", id="bad value"),
         pytest.param(
+            [*TINY, "data.train_files=[pyproject.toml]", "trainer.output_dir={run}/../data"],
+            *(1, "is neither .parquet"),
+            id="bad data",
+        ),
+        pytest.param(
             ["dapo.main_ppo", "+experiment=dapo_tiny", "trainer.output_dir={run}"], 0, "complete: ", id="complete"
         ),
         pytest.param(["dapo.tools.plan", "+experiment=dapo_qwen32b"], 0, "GB", id="plan"),
     ],
 )
 def test_an_answer_that_needs_no_worker_loads_nothing_heavy(command, code, says, complete_run):
-    program = AT_EXIT.format(heavy=HEAVY | {"pyarrow", "tensorboard"})
+    program = AT_EXIT.format(heavy=HEAVY | {"tensorboard"} | (set() if code else {"pyarrow"}))
     arguments = [part.format(run=complete_run) for part in command]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -1,6 +1,7 @@
 """What pyproject.toml and the locks promise: one wheel that holds everything, composed far from the checkout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def test_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
     expected = {str(Path(moved[path.parts[0]], *path.parts[1:])) for path in kept}
     assert "dapo/_config/dapo.yaml" in expected and any(name.startswith("dapo/tiny/base/") for name in expected)
     assert inside == expected
+    links = re.findall(r"\]\(((?:dapo|workers|config)/[^)#]+)", (ROOT / "README.md").read_text())
+    there = {str(Path(moved[Path(link).parts[0]], *Path(link).parts[1:])) for link in links}
+    assert len(there) > 5 and there <= inside, "README's links and picture, into the packages"
 
 
 def run_elsewhere(installed: Path, folder: Path, *args: str) -> str:

@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ STARTS = (
 PARSERS = {
     "python -m dapo.simulate ": lambda words: simulate.parser().parse_args(words),
     "python -m dapo.ablation ": ablation.parse,
-    "python -m dapo.inspect ": lambda words: inspect.parser().parse_args(words),
+    "python -m dapo.inspect ": lambda words: inspect.parse(words),
     "python -m dapo.replay ": lambda words: replay.parser().parse_intermixed_args(
         ["1" if word == "N" else word for word in words]
     ),
@@ -115,6 +116,14 @@ def test_readmes_refer_to_what_is_there():
     readmes = {name: text for name, text in tracked_texts().items() if name.endswith(".md")}
     assert {name: missing_paths(name, text) for name, text in readmes.items() if missing_paths(name, text)} == {}
     assert missing_paths("README.md", "[a](none.md) `dapo/none.py` `dapo/types.py`") == ["none.md", "dapo/none.py"]
+
+
+def test_links_and_anchors_of_the_site_hold(tmp_path: Path) -> None:
+    """mkdocs also finds a page that the navigation lacks. It reads tracked files alone."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "launch" / "cloud.yaml").is_file()
 
 
 def commands_of(readme: str) -> list[str]:

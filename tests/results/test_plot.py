@@ -22,6 +22,18 @@ def test_labels_tell_runs_apart(tmp_path):
     assert [run.name for run in read_runs(folders)] == ["a/seed0", "b/seed0", "seed1"]
 
 
+def test_one_run_has_its_name_and_model_above_and_one_step_has_a_marker(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    run = write_run(tmp_path / "short", [{"step": 1, "rollout/accuracy": 0.5}])
+    main([str(run), "--out", str(tmp_path / "a.png")])
+    main([str(run), str(run), "--out", str(tmp_path / "b.png")])
+    model = read_runs([run])[0].config["model"]["path"]
+    assert [figure.get_suptitle() for figure in kept] == [f"short: {model}", ""]
+    assert [line.get_marker() for line in kept[0].axes[1].lines] == ["o"]
+
+
 def test_a_picture_is_written(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     step = {"rollout/accuracy": 0.5, "rollout/response_length_mean": 30.0, "actor/entropy": None}

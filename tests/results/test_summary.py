@@ -149,7 +149,7 @@ def test_the_end_of_a_run_writes_its_files_and_keeps_its_error(
 ) -> None:
     folder = write_run(tmp_path / "run", [], "trainer.total_steps=80")
     if broken == "picture":
-        monkeypatch.setattr(plot, "draw", lambda *_: 1 / 0)
+        monkeypatch.setattr(plot, "draw", lambda *_, **__: 1 / 0)
     with pytest.raises(RuntimeError, match="an engine is gone"), concluded(folder, lambda: None):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(step_line(1, 0.5)) + "\n")

@@ -132,7 +132,7 @@ def test_programs_and_tests_that_are_wrong_are_named(check: Any) -> None:
     ("rows", "named"),
     [
         pytest.param([row(18)], "row 0 (counted from 0): `reward_model.ground_truth` (int 18)", id="a-number"),
-        pytest.param([{"prompt": "?"}], "`data_source`", id="no-schema"),
+        pytest.param([{"prompt": "?"}], "no column has the answer to `prompt`", id="no-schema"),
         pytest.param([], "has no rows", id="empty"),
     ],
 )
@@ -154,3 +154,50 @@ def test_public_references(capsys: pytest.CaptureFixture[str], file: str, functi
         pytest.skip("needs the public data beside the checkout")
     assert main([str(SHARED / file), "--function", function]) == 0
     assert f"{rows} of {rows} right against themselves, {rows} of {rows} wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        pytest.param(
+            "return float(solution_str == '#### ' + ground_truth and extra_info['index'] >= 0)",
+            0,
+            [
+                "right answer 1.0, wrong 0.0, empty 0.0 (3 rows; right is '#### 10')",
+                "4 of 4 right against themselves, 4 of 4",
+            ],
+            id="right",
+        ),
+        pytest.param(
+            "return 1.0 if solution_str[-2:] == ground_truth else None",
+            1,
+            [
+                "gave None for the wrong, empty answer",
+                "3 of 4 right",
+                "row 3: '100' is not right against itself (it gave None)",
+            ],
+            id="right for two digits",
+        ),
+        pytest.param(
+            "return [solution_str]", 1, ["has no score for the right answer 'Answer: 10': TypeError"], id="list"
+        ),
+    ],
+)
+def test_a_function_of_the_users_own(check: Any, tmp_path: Path, body: str, status: int, said: list[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+    rows = [row(truth) | {"extra_info": {"index": index}} for index, truth in enumerate(("10", "20", "30", "100"))]
+    found, output, _ = check(rows, f"{file}:mine")
+    assert found == status and all(words in output for words in said), output
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("/no/mine.py", "--function (/no/mine.py): there is no such file"),
+        ("maths", "--function (maths): give one of math, "),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(check: Any, function: str, said: str) -> None:
+    status, _, error = check([row("10")], function)
+    assert status == 2 and said in error

@@ -170,7 +170,8 @@ def test_the_rates_are_shares_of_the_scored_groups():
         pytest.param([right(16)] * 2 + [right(0)] * 3, ALL_WRONG, id="too hard"),
         pytest.param([right(16)] * 2 + [[NAN] * 16] * 3, UNSCORABLE, id="no verdicts"),
         pytest.param([[1.0] * 9 + [NAN] * 7] * 5, UNSCORABLE, id="verdicts on right answers alone"),
-        pytest.param([right(16)] * 3 + [[1.0] * 9 + [NAN] * 7] * 2, ALL_CORRECT, id="too easy, but for a few"),
+        pytest.param([right(16)] * 3 + [[1.0] * 9 + [NAN] * 7] * 2, UNSCORABLE, id="no verdict on what is not right"),
+        pytest.param([right(16)] * 9 + [[1.0] * 15 + [NAN]], ALL_CORRECT, id="too easy, but for a few"),
         pytest.param([right(8)] * 9 + [right(0)], ALL_WRONG, id="mostly mixed, and the rest too hard"),
     ],
 )

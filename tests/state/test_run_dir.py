@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dapo.state.changes import value_of
+from dapo.state.run_dir import claim_output_dir
 from tests.support.state.claims import CONFIG, claim, save
 
 
@@ -43,6 +44,24 @@ def test_a_new_directory_gets_the_configuration(tmp_path):
     assert recorded(run.path) == CONFIG
     (path, one), (_, two) = run.token(), run.token()
     assert one != two == Path(path).read_text()
+
+
+def test_a_refused_start_removes_only_the_folders_that_it_has_made(tmp_path):
+    def refuse(path: Path, *, begun: bool = False) -> None:
+        with pytest.raises(KeyError), claim_output_dir(str(path), "auto", CONFIG) as run:
+            run.token()
+            if begun:
+                run.begin()
+            raise KeyError
+
+    refuse(tmp_path / "a" / "b" / "c")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    refuse(tmp_path / "a" / "b" / "c")
+    assert not any((tmp_path / "a").iterdir())
+    refuse(tmp_path / "a")
+    refuse(tmp_path / "b", begun=True)
+    assert (tmp_path / "a" / "config.yaml").exists() and (tmp_path / "b" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, messa
         command.main()
     err = capsys.readouterr().err
     assert ended.value.code == 1 and message in err and "Traceback" not in err
+    assert not [*export.parent.glob("*-evaluations")], "no folder stays behind"
 
 
 def test_nothing_is_asked_for_actors(export, monkeypatch):
@@ -179,6 +180,26 @@ def test_a_model_that_actors_cannot_train_can_be_evaluated(export, tmp_path):
         command.configuration(line_of(experts))
     cfg = command.configuration(line_of(experts, "rollout.vllm.load_format=hf"))
     assert cfg.model.path == str(experts)
+
+
+def test_results_lie_beside_their_model(export, tmp_path, monkeypatch):
+    """In no other run's directory, whatever the experiment."""
+    run = tmp_path / "outputs" / "other"
+    for folder in (run / "checkpoints" / "step_000007" / "hf", tmp_path / "models" / "mine"):
+        shutil.copytree(export, folder)
+    (run / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def found(path, *more):
+        given = line_of(path, *more)
+        return str(command.folder_of(command.configuration(given), given).relative_to(tmp_path))
+
+    assert found("outputs/other/checkpoints/step_000007/hf") == "outputs/other"
+    assert found("models/mine", "+experiment=dapo_tiny") == "models/mine-evaluations"
+    assert found("models/mine", f"trainer.output_dir={tmp_path}/x") == "x"
+    assert found("pkg://dapo.tiny/base", "rollout.n=8") == "outputs/evaluations/pkg-dapo.tiny-base"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert found(run / "checkpoints" / "step_000007" / "hf").startswith("outputs/evaluations/")
 
 
 def test_no_evaluation_overwrites_another(tmp_path, export):

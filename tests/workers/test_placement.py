@@ -111,7 +111,7 @@ def test_labels_go_to_ray_for_each_bundle_and_without_gpus_for_each_process(grou
 def test_what_is_asked_is_told_before_it_is_waited_for_or_refused(groups):
     told = []
     Placement(make_config(5, 1, 20), "cuda", say=told.append, warn=told.append)
-    assert told[0] == "placement: 25 GPUs asked for, 24 of 32 free on 2 nodes of 16 GPUs"
+    assert told[0] == "placement: the run needs 25 GPUs; 24 of 32 are free, on 2 nodes of 16 GPUs"
     assert "4 fit now, all once other jobs have ended" in told[2]
     assert "waiting up to 900 s (`actor.start_timeout_s`)" in told[3]
     made = len(groups)

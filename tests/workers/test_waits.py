@@ -60,8 +60,8 @@ async def forever(*arguments: object) -> None:
 
 def test_a_remote_call() -> None:
     member = Member(role="engine", number=3, count=8, act="to start")
-    assert during(wait([forever()], 3600, "the answer", "key")) == ["waiting # s for the answer"]
-    assert during(wait([forever()], 3600, member, "key")) == ["waiting # s for engine 3 to start"]
+    assert during(wait([forever()], 3600, "the answer", "key")) == ["still waiting for the answer, after # s"]
+    assert during(wait([forever()], 3600, member, "key")) == ["still waiting for engine 3 to start, after # s"]
 
 
 def test_ranks_that_have_not_answered() -> None:
@@ -72,7 +72,7 @@ def test_ranks_that_have_not_answered() -> None:
     ranks = Ranks(lambda: [None] * 4)
     asked = ranks.call(lambda rank, _: answer(rank), 3600, "the update from policy version 17", "key", changes=True)
     found = during(asked, until=lambda lines: "2 of 4" in "".join(lines))
-    assert found == ["waiting # s for 2 of 4 actor ranks (the update from policy version 17): 1, 3"]
+    assert found == ["still waiting for 2 of 4 actor ranks (the update from policy version 17), after # s: 1, 3"]
 
 
 def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,9 @@ def lines(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
         return []
     asked, there = sum(pool.all_gpus for pool in pools), sum(node.gpus for node in nodes)
     free = math.floor(sum(node.free_gpus for node in nodes))
-    found = [f"placement: {asked} GPUs asked for, {free} of {there} free on {shapes(nodes)}"] if asked else []
+    need = f"placement: the run needs {asked} GPU{'s' * (asked > 1)}"
+    have = f"; {free} of {there} are free, on {shapes(nodes)}" if there else "; no node has one"
+    found = [f"{need}{have}"] if asked else []
     if len(nodes) == 1 and free >= asked:
         return found
     ever, now = placed(pools, nodes, free=False), placed(pools, nodes, free=True)

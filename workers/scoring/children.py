@@ -15,7 +15,7 @@ import psutil
 from dapo.config.reward import LimitsConfig, RemoteConfig
 from dapo.rewards.calling.by_entry import Own, Specs, as_values
 from dapo.rewards.calling.fork_server import Item
-from dapo.workers.scoring.process import MAX_FAILED_STARTS, READ_ERRORS, Child, ForkServer, pause
+from dapo.rewards.calling.process import MAX_FAILED_STARTS, READ_ERRORS, Child, ForkServer, pause
 from dapo.workers.scoring.verdict import (
     CHANGED,
     LIMIT_REACHED,

@@ -4,16 +4,16 @@ In: the tables and views of `schema.py`. Out: what the store is, how to open it,
 """
 
 from dapo.ground.table import table
-from dapo.report.store.schema import DATABASE, TABLES, VERSION, VIEWS
+from dapo.report.store.schema import ANSWER, DATABASE, TABLES, VERSION, VIEWS
 
 HEADER = f"""\
 # dapo.report.store: the sample store
 
 Written by `python -m dapo.report.store > dapo/report/store/README.md` from `schema.py`; edit that.
 
-A run keeps what it sampled in `{DATABASE}` in its output directory: one SQLite database per run, every group that a
-step used up with all responses, and why it was trained on or dropped. `python -m dapo.inspect RUN` reads it for you;
-sqlite3, Datasette, pandas and duckdb open it as it is, also while the run goes on:
+`{DATABASE}` in a run's output directory is a SQLite database: every group of responses that a step used up, and why
+it was trained on or dropped. `dapo inspect RUN` reads it; sqlite3, Datasette, pandas and duckdb open it too, also
+while the run goes on.
 
 ```bash
 sqlite3 outputs/dapo_tiny/{DATABASE} "SELECT fate, count(*) FROM groups WHERE step = 17 GROUP BY fate"
@@ -23,28 +23,18 @@ sqlite3 outputs/dapo_tiny/{DATABASE} "SELECT fate, count(*) FROM groups WHERE st
 pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("outputs/dapo_tiny/{DATABASE}"))
 ```
 
-- **When.** A step's rows are handed over when its update has ended, and written by a thread in one transaction: a
-  step is there as a whole or not at all, also after kill -9. A checkpoint waits up to 10 s for the steps before it.
-- **Once.** A run that goes on from a checkpoint forgets the steps after it first, as `metrics.jsonl` does; `runs` and
-  `events` keep everything. Groups that were sampled and not used up (surplus, too old, refused, cut off) are not
-  here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
-  `ledger/wasted_*`.
-- **Size.** About 150 bytes per response besides its text. A text longer than `logging.max_text_bytes` loses its
-  middle, and `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above
-  `logging.max_store_bytes`
-  the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
-  that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
-  large as a step while that is written.
-- **Failure.** What cannot be written (a full disk, more than 1 GiB that waits for a slow one, a lock that another
-  program holds for a minute) is left out: a warning says so, and another one at the end counts it; the run goes on.
-  A damaged file, and one of another version, is renamed and a new one begins; one that lacks nothing but newer tables
-  or indexes gets them. On a file system of several hosts the write-ahead log needs readers on the driver's host: copy
-  the file to read it elsewhere. In a folder that cannot be written to, `dapo.inspect` and `dapo.compare` read what a
-  run leaves that has ended; of one that was killed, copy the file with its `-wal`.
-- **Hostile texts** are data: bound as parameters, characters that UTF-8 cannot hold replaced, NUL shown as U+2400.
+- A step is written in one transaction after its update: all of it or nothing.
+- A run that continues from a checkpoint deletes later steps; `runs` and `events` keep everything. Groups that were
+  generated and not used up are not here: see `returned`, `steps.lost_tokens` and the metrics `ledger/wasted_*`.
+- Size: about 150 bytes per response besides its text. `logging.max_text_bytes` cuts the middle of a long text;
+  `logging.sample_fraction` of the groups keep theirs; above `logging.max_store_bytes` the oldest texts are deleted.
+- What cannot be written (a full disk, a lock held for a minute) is left out with a warning, and the run goes on. A
+  damaged file, or one of another version, is renamed.
+- On a network file system, and for a run that was killed in a folder that is read-only, copy the file together with
+  `{DATABASE}-wal` and read the copy.
 
-`PRAGMA user_version` is {VERSION}. Times are Unix seconds (`datetime(at, 'unixepoch')`), columns that hold JSON open
-with `json_each`. A policy version is a number of completed updates; a step has the number of the version that it made.
+`PRAGMA user_version` is {VERSION}. Times are Unix seconds (`datetime(at, 'unixepoch')`); open JSON columns with
+`json_each`. A policy version is the number of completed updates; a step has the number of the version that it made.
 """
 
 
@@ -56,8 +46,10 @@ def reference() -> str:
     parts = [HEADER, "## Tables\n"]
     for one in TABLES:
         key = f" Key: `{one.key}`." if one.key else ""
-        columns = [[f"`{name}`", kind, text] for name, kind, text in one.columns]
-        parts.append(f"### `{one.name}`\n\n{one.text}{key}\n\n{table(('column', 'type', 'meaning'), columns)}\n")
+        shared = "responses" if one.columns[-len(ANSWER) :] == ANSWER and one.name != "responses" else ""
+        columns = [[f"`{name}`", text] for name, _, text in one.columns if not shared or (name, _, text) not in ANSWER]
+        columns += [["others", f"`{ANSWER[0][0]}` to `{ANSWER[-1][0]}` as in `{shared}`"]] if shared else []
+        parts.append(f"### `{one.name}`\n\n{one.text}{key}\n\n{table(('column', 'meaning'), columns)}\n")
     parts.append("## Views\n")
     for view in VIEWS:
         columns = [[f"`{name}`", text] for name, _, text in view.columns]

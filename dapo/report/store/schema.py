@@ -52,24 +52,23 @@ class View:
 
 
 ANSWER: Columns = (
-    ("tokens", "INTEGER NOT NULL", "length of the response, in tokens that the policy sampled"),
-    ("finish_reason", "TEXT NOT NULL", "the engine's: `stop`, or `length` where the response ran into the cap"),
+    ("tokens", "INTEGER NOT NULL", "tokens that the policy sampled"),
+    ("finish_reason", "TEXT NOT NULL", "`stop`, or `length` at the cap"),
     ("version", "INTEGER", "policy version of the last token; NULL without tokens"),
     ("policy_versions", "TEXT NOT NULL", "JSON: [version, first token, token after the last] of each span"),
-    ("engine", "INTEGER NOT NULL", "number of that which ended it; -1: not known, another process had generated it"),
-    ("seconds", "REAL", "from the request to the last token, waits in engines included, not between; NULL as above"),
+    ("engine", "INTEGER NOT NULL", "that ended it; -1: not known, of an earlier start"),
+    ("seconds", "REAL", "in engines, waiting included; NULL: as above"),
     ("accuracy", "REAL", "0..1; NULL: unscorable"),
-    ("reward", "REAL", "what the advantage is made of, penalties included; NULL: unscorable"),
-    ("parts", "TEXT NOT NULL", "JSON: reward by name of its function"),
-    ("metrics", "TEXT NOT NULL", "JSON: other numbers of the reward functions, as LABEL/KEY"),
-    ("prediction", "TEXT NOT NULL", "the answer that was extracted, its first 1,024 bytes"),
-    ("failure", "TEXT NOT NULL", "why there is no verdict, or which limit made it wrong; empty for a verdict"),
-    ("text_bytes", "INTEGER NOT NULL", "size of the whole text in UTF-8"),
+    ("reward", "REAL", "penalties included; NULL: unscorable"),
+    ("parts", "TEXT NOT NULL", "JSON: score by reward function"),
+    ("metrics", "TEXT NOT NULL", "JSON: their other numbers, as LABEL/KEY"),
+    ("prediction", "TEXT NOT NULL", "the extracted answer, 1,024 bytes at most"),
+    ("failure", "TEXT NOT NULL", "why it has no verdict, or which limit made it wrong; else empty"),
+    ("text_bytes", "INTEGER NOT NULL", "of the whole text"),
     (
         "text",
         "TEXT",
-        "the response; its middle is cut out where it is longer than `logging.max_text_bytes`; NULL: "
-        "not kept (`logging.sample_fraction`), or removed (`logging.max_store_bytes`)",
+        "the response; NULL: not kept",
     ),
 )
 
@@ -79,17 +78,17 @@ TABLES = (
         text="A row per start of the program.",
         columns=(
             ("run", "INTEGER PRIMARY KEY", "counts starts from 1"),
-            ("began", "REAL NOT NULL", "Unix time in seconds, as all times here"),
-            ("ended", "REAL", "NULL: it runs, or was killed"),
+            ("began", "REAL NOT NULL", "time"),
+            ("ended", "REAL", "NULL: running, or killed"),
             ("host", "TEXT NOT NULL", "where the driver ran"),
             ("pid", "INTEGER NOT NULL", "the driver's process"),
-            ("gpus", "INTEGER NOT NULL", "that all pools take together; 0 on CPUs"),
+            ("gpus", "INTEGER NOT NULL", "of all pools"),
             ("config", "TEXT NOT NULL", "JSON: the resolved configuration"),
         ),
     ),
     Table(
         name="steps",
-        text="A row per rollout step that ended with an update. Its seconds are in `metrics`.",
+        text="A row per step. Its seconds are in `metrics`.",
         columns=(
             ("step", "INTEGER PRIMARY KEY", "policy version after the update"),
             ("run", "INTEGER NOT NULL", "the start that took it"),
@@ -99,7 +98,7 @@ TABLES = (
             ("tokens", "INTEGER NOT NULL", "of the groups that it used up"),
             ("trained_tokens", "INTEGER NOT NULL", "of the groups trained on"),
             ("returned", "INTEGER NOT NULL", "draws that went back to the stream"),
-            ("lost_tokens", "INTEGER NOT NULL", "that these had generated"),
+            ("lost_tokens", "INTEGER NOT NULL", "that those draws had generated"),
         ),
     ),
     Table(
@@ -110,20 +109,19 @@ TABLES = (
             (
                 "prompt",
                 "INTEGER NOT NULL",
-                "number within its split; where files have changed, a held-out problem keeps its own, and a training "
-                "prompt whose number is another one's by then gets one below 0",
+                "number within its split; below 0: the file has changed since",
             ),
             ("source", "TEXT NOT NULL", "`data_source` of the row"),
             ("text", "TEXT NOT NULL", "after the chat template"),
-            ("ground_truth", "TEXT NOT NULL", "the right answer, as the reward functions get it"),
+            ("ground_truth", "TEXT NOT NULL", "the right answer"),
         ),
         key="split, prompt",
     ),
     Table(
         name="groups",
-        text="A row per group that a step used up, trained on or dropped. A draw ends once, so its number names it.",
+        text="A row per group that a step used up. A draw is a visit to a prompt; it has one group.",
         columns=(
-            ("draw", "INTEGER PRIMARY KEY", "visits of the stream to prompts, from 0 over the whole run"),
+            ("draw", "INTEGER PRIMARY KEY", "number, from 0 over the whole run"),
             ("step", "INTEGER NOT NULL", "that used it up"),
             ("prompt", "INTEGER NOT NULL", f"of split `{TRAIN}`"),
             (
@@ -140,7 +138,7 @@ TABLES = (
             ("tokens", "INTEGER NOT NULL", "of all responses"),
             ("longest", "INTEGER NOT NULL", "tokens of the longest"),
             ("truncated", "INTEGER NOT NULL", "responses that ran into the cap"),
-            ("version", "INTEGER", "latest policy version that sampled a token of it"),
+            ("version", "INTEGER", "latest policy version in it"),
         ),
         indexes=("step", "prompt"),
     ),
@@ -157,7 +155,7 @@ TABLES = (
     ),
     Table(
         name="returned",
-        text="A row per draw that a step sent back to the stream, where it starts again.",
+        text="A row per draw that starts again later.",
         columns=(
             ("step", "INTEGER NOT NULL", "after whose batch"),
             ("draw", "INTEGER NOT NULL", "which"),
@@ -168,7 +166,7 @@ TABLES = (
     ),
     Table(
         name="evaluations",
-        text="A row per answer to a held-out prompt. What they come to is in `metrics`.",
+        text="A row per answer to a held-out prompt. Accuracies are in `metrics`.",
         columns=(
             ("step", "INTEGER NOT NULL", "policy version that was evaluated"),
             ("name", "TEXT NOT NULL", "of the held-out set"),
@@ -192,18 +190,17 @@ TABLES = (
     ),
     Table(
         name="events",
-        text="What happened, in time. Nothing of it is removed when the run goes back to a checkpoint.",
+        text="What happened, in order of time.",
         columns=(
             ("event", "INTEGER PRIMARY KEY", "counts them"),
             ("run", "INTEGER NOT NULL", "the start in which it happened"),
-            ("step", "INTEGER NOT NULL", "the last one that was reported then"),
+            ("step", "INTEGER NOT NULL", "the last reported step"),
             ("at", "REAL NOT NULL", "when"),
             (
                 "kind",
                 "TEXT NOT NULL",
-                "`inputs` (of each start: what it reads, with commits), `resume` (also of a run that begins), `save`, "
-                "`failed_save`, `warning` (every fault and restart is told as one), `forgotten` (steps of a start that "
-                "was killed, of the time of the last of them)",
+                "`inputs` (what a start reads), `resume` (also at the first start), `save`, `failed_save`, `warning` "
+                "(faults and restarts), `forgotten` (steps of a start that was killed)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),
@@ -213,7 +210,7 @@ TABLES = (
 VIEWS = (
     View(
         name="prompt_history",
-        text="A row per training prompt with its visits so far; one by one they are in `groups`.",
+        text="A row per training prompt. Its single visits are in `groups`.",
         columns=(
             ("prompt", "", "number"),
             ("source", "", "`data_source` of the row"),

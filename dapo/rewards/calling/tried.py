@@ -1,95 +1,86 @@
-"""Calls a user-defined reward function on two made-up responses before any worker starts, so that errors and invalid
-scores are found before all engines have started.
+"""Calls reward functions on made-up answers without a reward worker, in a child of their fork server: the process and
+the limits that they have in a run.
 
-    driver ──entry of `reward.functions`, a row, limits──▶ python -m dapo.rewards.calling.tried ──what it gave──▶ driver
-
-The process has the limits of a reward worker's child and ends after the test.
+    caller ──functions──▶ fork server ──fork──▶ child ──one answer at a time──▶ `Given`
 """
 
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dapo.config.reward import LimitsConfig, RewardFunctionConfig, SandboxConfig
-from dapo.rewards.calling import sandbox
-from dapo.rewards.calling.functions import RewardFunctions
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.rewards.calling.by_entry import as_values
+from dapo.rewards.calling.fork_server import Item
+from dapo.rewards.calling.process import Child, ForkServer
 
-START_S = 60.0  # time to load the function
-TOKENS = 4  # length of the made-up responses
+TOKENS = 4  # length of the made-up answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    data_source: str
-    ground_truth: str
+    """What a function is given beside the answer."""
+
+    source: str
+    truth: str
     extra_info: dict[str, Any]
 
 
-def texts(row: Row) -> dict[str, str]:
-    return {f"the answer {f'Answer: {row.ground_truth}'[:60]!r}": f"Answer: {row.ground_truth}", "an empty answer": ""}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What a function gave for one answer. score: before its weight; None for None or NaN. accuracy: as a run counts
+    it. error: why there is no score. ended: whether its process ended, as at a limit."""
+
+    score: float | None = None
+    accuracy: float | None = None
+    pred: str = ""
+    error: str = ""
+    ended: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        return self.accuracy is not None and self.accuracy > 0.5
 
 
-def doubts(spec: RewardFunctionConfig, row: Row, limits: LimitsConfig, key: str) -> Iterator[tuple[bool, str]]:
-    """Yields (whether the function fails on every response, message) for each response without a score. key: of its
-    entry."""
-    asked = {"spec": asdict(spec), "row": asdict(row), "limits": asdict(limits)}
-    command, tried = [sys.executable, "-m", "dapo.rewards.calling.tried"], texts(row)
-    seconds = START_S + len(tried) * limits.wall_s
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(asked, default=str), capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        yield True, f"`{key}` ({spec.path}) could not be tried within {seconds:g} s"
-        return
-    given = [json.loads(line) for line in done.stdout.splitlines()]
-    failed = [(what, one["error"]) for what, one in zip(tried, given, strict=False) if "error" in one]
-    if len(given) < len(tried):
-        slow = done.returncode == -signal.SIGALRM
-        why = (
-            f"it took longer than `reward.limits.wall_s` ({limits.wall_s:g})"
-            if slow
-            else f"exit code {done.returncode}"
-        )
-        failed.append(([*tried][len(given)], why))
-    for what, why in failed:
-        yield len(failed) == len(tried) or not given, f"`{key}` ({spec.path}) has no score for {what}: {why}"
-    for what, one in zip(tried, given, strict=False):
-        if "error" not in one and one["reward"] is None:
-            yield (
-                False,
-                f"`{key}` ({spec.path}) gives None for {what}: such responses are left out as unscorable; give a "
-                "number where an answer is right or wrong",
-            )
+class Caller:
+    """Calls one function in one child; another child replaces one that has ended."""
 
+    def __init__(self, server: ForkServer, entry: str, limits: LimitsConfig) -> None:
+        self._server, self._entry, self._limits = server, entry, limits
+        self._child: Child | None = None
 
-def main() -> None:
-    asked, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps the function's prints out of our output
-    row = Row(**asked["row"])
-    limits = LimitsConfig(**{**asked["limits"], "sandbox": SandboxConfig(**asked["limits"]["sandbox"])})
-    functions = RewardFunctions([RewardFunctionConfig(**asked["spec"])])
-    sandbox.apply(limits)
-    for text in texts(row).values():
-        signal.setitimer(signal.ITIMER_REAL, limits.wall_s)  # ends the process
+    async def __call__(self, row: Row, text: str) -> Given:
+        child = self._child = self._child or await self._server.fork()
         extra = {**row.extra_info, "num_response_tokens": TOKENS}
-        found: dict[str, Any]
-        try:
-            reward = functions.score(row.data_source, text, row.ground_truth, extra).reward
-            found = {"reward": None if math.isnan(reward) else reward}
-        except MemoryError:
-            found = {"error": "it needs more than `reward.limits.memory_bytes`"}
-        except Exception as error:
-            found = {"error": str(error)}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(found), file=out, flush=True)
+        item = Item(source=row.source, text=text, ground_truth=row.truth, extra_info=extra, entry=self._entry)
+        reply = await child.ask({**item.request(None), "given": {}}, self._limits)
+        if reply is None:
+            self._child = None
+            return Given(error=self._why(child), ended=True)
+        if "error" in reply:
+            return Given(error=str(reply["error"]))
+        [score] = reply["parts"].values()
+        return Given(score=_number(score), accuracy=_number(reply["accuracy"]), pred=str(reply["prediction"]))
+
+    def _why(self, child: Child) -> str:
+        if child.failure not in ("cpu", "memory", "wall"):
+            return child.detail
+        key, unit = ("memory_bytes", "bytes") if child.failure == "memory" else (f"{child.failure}_s", "s")
+        value = f"{getattr(self._limits, key):,.10g} {unit}"
+        return f"it needs more than `reward.limits.{key}` ({value}); raise that if it may"
 
 
-if __name__ == "__main__":
-    main()
+@asynccontextmanager
+async def fork_server(functions: Mapping[str, RewardFunctionConfig], limits: LimitsConfig) -> AsyncIterator[ForkServer]:
+    """Starts the fork server of these functions, by entry; the first entry is "". Raises ValueError, RuntimeError."""
+    own = {entry: [spec] for entry, spec in functions.items() if entry}
+    server = await ForkServer.start({"functions": as_values([functions[""]], own), "limits": asdict(limits)})
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -52,7 +52,7 @@ LONG = (
 
 def bench_config(*overrides: str) -> Config:
     """Returns the tiny experiment, or the one that `overrides` name, with the overrides applied and absolute paths."""
-    named = any(override.startswith("+experiment=") for override in overrides)
+    named = any(override.lstrip("+").startswith("experiment=") for override in overrides)
     cfg = compose(overrides, experiment=None if named else "dapo_tiny")
     make_paths_absolute(cfg)
     return cfg

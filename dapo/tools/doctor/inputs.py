@@ -30,13 +30,15 @@ HIDDEN = 0.03  # share of a device's memory that its driver reserves: an 80 GB o
 
 def settings(subject: Subject) -> Finding:
     """Runs `dapo.driver.preflight`: schedule, model, functions and their known answers, sinks."""
-    from dapo.driver.preflight import preflight, rewards_tried  # imports torch
+    from dapo.driver.preflight import preflight  # imports torch
+    from dapo.rewards.trial import tried
 
     preflight(subject.cfg)
-    if lines := [*rewards_tried(subject.cfg)]:
-        say = fault if any(fails for fails, _ in lines) else warning
-        return say("\n".join(line for _, line in lines), "")
-    return ok("schedule, model, functions and their known answers")
+    lines, doubts, errors = tried(subject.cfg)
+    found = "\n".join([*lines, *doubts, *errors])
+    if doubts or errors:
+        return fault(found, "") if errors else warning(found, "")
+    return ok("\n".join(["schedule, model, functions and their known answers", *lines]))
 
 
 def data(subject: Subject) -> Finding:

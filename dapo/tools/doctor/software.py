@@ -46,8 +46,8 @@ def gpus(question: Question) -> Finding:
         if question.gpus and not question.joined:
             return fault(
                 f"no GPU ({VISIBLE}: {os.environ.get(VISIBLE, 'not set')}), and the configuration is one for GPUs",
-                "run it where GPUs are (nvidia-smi lists them; containers need --gpus all), or for a try on a CPU set "
-                "trainer.device=cpu model.dtype=float32",
+                "run it where GPUs are (nvidia-smi lists them; containers need --gpus all); for a try on a CPU take "
+                "+experiment=dapo_tiny, or set trainer.device=cpu model.dtype=float32",
             )
         return ok("no GPU, and none asked for here")
     total = devices[0].total

@@ -1,39 +1,72 @@
-"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it. It reads the
-sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
+"""Command line: `python -m dapo.inspect RUN [QUESTION]`, or `RUN [RUN ...]` with `--serve` or `--html FILE` for a page.
+It reads the sample store (`dapo.report.store`) of a finished or running run, and starts neither Ray nor torch."""
 
 import argparse
+import difflib
+import json
 import re
 import sqlite3
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from rich.text import Text
 
 from dapo.algorithm.fate import DROPPED
 from dapo.report.store.reader import WHERE, Reader
 from dapo.report.store.schema import DATABASE
 from dapo.tools.inspect import findings as rules
 from dapo.tools.inspect import page
-from dapo.tools.inspect.findings import MIN_STEPS, figures, why
-from dapo.tools.inspect.show import around, beginning, block, cell, ending, table
+from dapo.tools.inspect.findings import figures, why
+from dapo.tools.inspect.serve import serve
+from dapo.tools.inspect.show import around, beginning, block, cell, console, ending, table
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
+UNKNOWN, QUESTION = re.compile(r"invalid choice: '(.*)' \("), re.compile(r"'(\w+)'(?=[,)])")  # of argparse
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
+STYLES = {"well": "bold green", "error": "bold red", "warning": "bold yellow"}
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
-def parser() -> argparse.ArgumentParser:
-    program = argparse.ArgumentParser(prog="dapo inspect", description="Shows what a run sampled and why.")
-    program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
-    program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
+class _Program(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Names the nearest question for an unknown one."""
+        found = UNKNOWN.search(message)
+        near = difflib.get_close_matches(found[1], QUESTION.findall(message), n=1) if found else []
+        super().error(f"{message}; did you mean `{near[0]}`?" if near else message)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    words = sys.argv[1:] if arguments is None else arguments
+    of_page = any(word.split("=")[0] in ("--serve", "--html") for word in words)
+    return parser(of_page).parse_args(words)
+
+
+def parser(of_page: bool = False) -> argparse.ArgumentParser:
+    """of_page: takes several runs and no question."""
+    program = _Program(prog="dapo inspect", description="Shows what a run sampled and why.")
+    about = "output directory of a run, or its samples.sqlite; a page takes several"
+    program.add_argument("runs", type=Path, nargs="+" if of_page else 1, metavar="RUN", help=about)
+    pages = program.add_mutually_exclusive_group()
+    pages.add_argument("--serve", action="store_true", help="show the runs on a page that follows them")
+    pages.add_argument("--html", type=Path, metavar="FILE", help="write the page as one file that needs no server")
+    program.add_argument("--port", type=int, default=0, help="of `--serve`, on 127.0.0.1 (a free one)")
+    program.add_argument("--wide", action="store_true", help="all columns, whatever the terminal's width")
     program.set_defaults(show=steps, last=20)
-    questions = program.add_subparsers(dest="question", metavar="QUESTION", help="default: steps")
+    if of_page:
+        return program
+    questions = program.add_subparsers(
+        parser_class=argparse.ArgumentParser, dest="question", metavar="QUESTION", help="default: steps"
+    )
 
     def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
         added = questions.add_parser(name, help=what, description=f"Shows {what}.")
         added.set_defaults(show=show)
+        added.add_argument("--wide", action="store_true", default=argparse.SUPPRESS, help="all columns")
         return added
 
     one = question("steps", steps, "a line per step: groups, answers, seconds by phase")
@@ -70,7 +103,7 @@ def steps(store: Reader, given: argparse.Namespace) -> None:
     names = ("step", "seconds", "generation", "update", "sync", "drawn", "trained", *DROPPED)
     names += ("accuracy", "length", "truncated")
     rows = [[row[name] for name in names] for row in every[max(0, len(every) - given.last) :]]
-    table(f"{len(every)} steps", names, rows, numbers=len(names))
+    table(f"{len(every)} steps", names, rows, numbers=len(names), wide=given.wide)
 
 
 def step(store: Reader, given: argparse.Namespace) -> None:
@@ -78,8 +111,9 @@ def step(store: Reader, given: argparse.Namespace) -> None:
     if not found:
         raise ValueError(f"{store.path} has no step {given.number}")
     names = ("draw", "prompt", "accuracy", "variance", "tokens", "truncated")
-    rows = [[*[row[name] for name in names], why(row), beginning(row["question"])] for row in found]
-    table(f"step {given.number}: {len(found)} groups", (*names, "why", "prompt"), rows, numbers=6)
+    rows = [[*[row[name] for name in names], why(row), row["question"] or ""] for row in found]
+    title = f"step {given.number}: {len(found)} groups"
+    table(title, (*names, "why", "prompt"), rows, numbers=6, wide=given.wide, cut=beginning)
 
 
 def prompt(store: Reader, given: argparse.Namespace) -> None:
@@ -94,13 +128,13 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
     rows = [[*[row[name] for name in names], why(row)] for row in store.visits(given.number)]
     visits = f"{found['visits']} {'visit' if found['visits'] == 1 else 'visits'}"
     title = f"{visits}, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
-    table(title, (*names, "why"), rows, numbers=8)
+    table(title, (*names, "why"), rows, numbers=8, wide=given.wide)
 
 
 def prompts(store: Reader, given: argparse.Namespace) -> None:
     names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
     rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit)]
-    table("prompts by visits", (*names, "last fate"), rows, numbers=7)
+    table("prompts by visits", (*names, "last fate"), rows, numbers=7, wide=given.wide)
 
 
 def draw(store: Reader, given: argparse.Namespace) -> None:
@@ -121,9 +155,16 @@ def draw(store: Reader, given: argparse.Namespace) -> None:
 
 def answers(store: Reader, given: argparse.Namespace) -> None:
     found = store.answers(given.kind, given.limit, given.step)
-    rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
+    rows = [
+        [*[row[name] for name in ANSWER], _fate(row), beginning(row["ground_truth"] or "", 16), _text(row)]
+        for row in found
+    ]
     names = (*ANSWER, "group", "truth", "end of the answer")
-    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER))
+    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER), wide=given.wide, cut=ending)
+
+
+def _text(answer: dict[str, Any]) -> str:
+    return "(not kept)" if answer["text"] is None else str(answer["text"])
 
 
 def _fate(answer: dict[str, Any]) -> str:
@@ -132,8 +173,13 @@ def _fate(answer: dict[str, Any]) -> str:
 
 def search(store: Reader, given: argparse.Namespace) -> None:
     found = store.search(given.text, given.limit, given.step)
-    rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
-    table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
+    rows = [[*[row[name] for name in ANSWER], row["fate"], row["text"]] for row in found]
+
+    def where(text: str, letters: int) -> str:
+        return around(text, given.text, letters)
+
+    names = (*ANSWER, "group", "where")
+    table(f"answers with {given.text!r}", names, rows, numbers=len(ANSWER), wide=given.wide, cut=where)
 
 
 def evaluations(store: Reader, given: argparse.Namespace) -> None:
@@ -148,17 +194,34 @@ def evaluations(store: Reader, given: argparse.Namespace) -> None:
             for step, value in found[name].items()
         ]
         names = ("step", *[each.removeprefix(of_set) for each in shown], "")
-        table(f"held-out accuracy{of_set.removeprefix('eval').rstrip('/')}", names, rows, numbers=len(names) - 1)
-    if not found:
+        title = f"held-out accuracy{of_set.removeprefix('eval').rstrip('/')}"
+        table(title, names, rows, numbers=len(names) - 1, wide=given.wide)
+    if later := [*_evaluated(store.path.parent)]:
+        names = ("file", "model", "set", "problems", "samples", "accuracy", "accuracy_low", "accuracy_high")
+        table("dapo evaluate", names, later, wide=given.wide)
+    if not found and not later:
         block("no evaluation", "`eval.every` and `data.val_files` say when a run evaluates, and on what.")
 
 
+def _evaluated(run: Path) -> Iterator[list[object]]:
+    """Yields a row per set of each file that `dapo.evaluate` has written into the run's directory."""
+    for path in sorted(run.glob("evaluation_*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for one in found["summaries"]:
+            average = one["estimates"][f"avg@{one['samples']}"]
+            model = "/".join(Path(found["model"]).parts[-2:])
+            name = "/".join(filter(None, (one["name"], one["source"])))
+            yield [path.name, model, name, one["problems"], one["samples"], *map(average.get, ("value", "low", "high"))]
+
+
 def findings(store: Reader, given: argparse.Namespace) -> None:
-    found = rules.findings(figures(store))
+    run = figures(store)
+    found = rules.findings(run)
+    severity, line = rules.verdict(run, found)
+    console().print(Text(line, style=STYLES.get(severity, "bold")))
+    print()
     for look in found:
-        block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
-    if not found:
-        block("nothing that a rule knows", f"Rules need {MIN_STEPS} steps.")
+        block(f"{look.severity}: {look.rule}", "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
 
 
 def events(store: Reader, given: argparse.Namespace) -> None:
@@ -166,21 +229,24 @@ def events(store: Reader, given: argparse.Namespace) -> None:
         [row["run"], row["step"], time.strftime(CLOCK, time.localtime(row["at"])), row["kind"], row["message"]]
         for row in store.events(given.last)
     ]
-    table("events", ("start", "step", "at", "kind", "message"), rows, numbers=2)
+    table("events", ("start", "step", "at", "kind", "message"), rows, numbers=2, wide=given.wide)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     try:
-        with Reader(given.run) as store:
+        if given.serve:
+            return serve(given.runs, given.port)
+        with ExitStack() as stack:
+            stores = [stack.enter_context(Reader(run)) for run in given.runs]
             if given.html is not None:
-                print(page.write(store, given.html))
+                print(page.write(stores, given.html))
             else:
-                given.show(store, given)
+                given.show(stores[0], given)
     except ValueError as error:
         sys.exit(f"dapo.inspect: {error}")
     except sqlite3.Error as error:
-        file = given.run / DATABASE if given.run.is_dir() else given.run
+        file = " or ".join(str(run / DATABASE if run.is_dir() else run) for run in given.runs)
         sys.exit(
             f"dapo.inspect: {file} cannot be read ({error}); `sqlite3 {file} .recover | sqlite3 NEW` may save most"
         )

@@ -1,9 +1,10 @@
 """Explains a run in words: why a group was dropped, and rules that report problems in figures with the keys to change.
-Most rules compare the newest steps with the first ones (a fifth of the run each)."""
+Most rules compare the newest steps with the first ones (a fifth of the run each). An error spoils the run, a warning
+wastes a part of it, a note is worth knowing."""
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +25,13 @@ ENTROPY_LEFT = 0.5  # of the entropy at the beginning
 TRUNCATED, TRUNCATED_MORE = 0.05, 0.03  # share of the answers, and by how much it has risen
 MOST = 0.5  # share of the groups that are dropped
 UNSCORED = 0.01  # share of the answers
+UNSCORED_MANY = 0.1  # an error
 MISMATCH_OF_LIMIT = 0.2
 PARITY_OF_LIMIT, PARITY_GROWTH = 0.5, 3.0  # share of the bound; times the beginning, from a tenth of the bound on
 IDLE = 0.3  # share of a step
+COSTLY = 0.6  # share of a step that is lost; below it, the loss is a note
+KEPT = 0.9  # of the best accuracy: what is below has fallen
+ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 
 
 def why(group: Row) -> str:
@@ -54,20 +59,23 @@ class Change(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a rule found, in words with figures. changes: the most likely remedy first."""
+    """What a rule found, in words with figures. changes: the most likely remedy first. severity: of `SEVERITIES`."""
 
     rule: str
     what: str
     changes: tuple[Change, ...]
+    severity: str = WARNING
 
 
 class Ends(NamedTuple):
-    """Means of a metric over the first and over the newest steps of a run, and which steps these are."""
+    """Means of a metric over the first and over the newest steps of a run, and which steps these are. best: the
+    greatest mean over as many steps."""
 
     first: float
     last: float
     first_steps: str
     last_steps: str
+    best: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +92,10 @@ class Figures:
         if len(steps) < MIN_STEPS:
             return None
         size = max(WINDOW[0], min(WINDOW[1], len(steps) // 5))
-        parts = steps[:size], steps[-size:]
-        first, last = (statistics.fmean(values[step] for step in part) for part in parts)
-        return Ends(first, last, *(f"steps {part[0]} to {part[-1]}" for part in parts))
+        parts = [steps[:size], *(steps[end - size : end] for end in range(len(steps), size - 1, -size))]
+        means = [statistics.fmean(values[step] for step in part) for part in parts]
+        first, last = (f"steps {part[0]} to {part[-1]}" for part in parts[:2])
+        return Ends(means[0], means[1], first, last, max(means))
 
     def last(self, name: str) -> float:
         """Returns the mean over the newest steps; 0 if there are too few."""
@@ -111,18 +120,34 @@ def figures(store: Reader) -> Figures:
 
 
 def findings(run: Figures) -> list[Finding]:
-    return [found for rule in RULES if (found := rule(run)) is not None]
+    """Returns what the rules find, errors first."""
+    found = [found for rule in RULES if (found := rule(run)) is not None]
+    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def verdict(run: Figures, found: Sequence[Finding]) -> tuple[str, str]:
+    """Returns the worst severity, "well" where it is no error or warning, or "early", and a line that says it."""
+    steps = max(map(len, run.metrics.values()), default=0)
+    counts = {name: sum(one.severity == name for one in found) for name in SEVERITIES}
+    said = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
+    if counts[ERROR] or counts[WARNING]:
+        return ERROR if counts[ERROR] else WARNING, said
+    if steps < MIN_STEPS:
+        return "early", f"too early to judge: most rules need {MIN_STEPS} steps"
+    return "well", f"all is well: {len(RULES)} rules found no error and no warning in {steps} steps"
 
 
 def _skipped(run: Figures) -> Finding | None:
     skipped = {step: value for step, value in run.metrics.get("actor/skipped_steps", {}).items() if value}
     if not skipped:
         return None
+    steps = sorted(run.metrics["actor/skipped_steps"])
     return Finding(
         "optimizer steps are skipped",
         f"{sum(skipped.values()):.0f} optimizer steps were not taken, because a number was not finite; the newest at "
         f"step {max(skipped)}",
         run.changes(("actor.optim.lr", "lower it"), ("actor.optim.lr_warmup_steps", "more of them")),
+        ERROR if max(skipped) in steps[-WINDOW[1] :] else WARNING,
     )
 
 
@@ -142,6 +167,7 @@ def _held_out(run: Figures) -> Finding | None:
                     ("checkpoint.resume", f"go back to a checkpoint near step {best}"),
                     ("actor.optim.lr", "lower it from there"),
                 ),
+                ERROR,
             )
     return None
 
@@ -150,11 +176,17 @@ def _entropy(run: Figures) -> Finding | None:
     ends, accuracy = run.ends("actor/entropy"), run.ends("rollout/accuracy")
     if ends is None or ends.last >= ENTROPY_LEFT * ends.first:
         return None
-    meanwhile = f"; accuracy meanwhile {accuracy.first:.3f} to {accuracy.last:.3f}" if accuracy else ""
+    what = (
+        f"entropy fell from {ends.first:.3g} nats ({ends.first_steps}) to {ends.last:.3g} ({ends.last_steps}), "
+        f"{1 - ends.last / ends.first:.0%} less"
+    )
+    if accuracy:
+        what += f"; accuracy meanwhile {accuracy.first:.3f} to {accuracy.last:.3f}"
+        if accuracy.last > accuracy.first and accuracy.last >= KEPT * accuracy.best:
+            return Finding("entropy falls", f"{what}: the policy grows sure while it learns", (), NOTE)
     return Finding(
         "entropy falls",
-        f"entropy fell from {ends.first:.3g} nats ({ends.first_steps}) to {ends.last:.3g} ({ends.last_steps}), "
-        f"{1 - ends.last / ends.first:.0%} less{meanwhile}",
+        what,
         run.changes(
             ("algorithm.clip_ratio_high", "raise it, so that unlikely tokens have room to grow"),
             ("algorithm.entropy_coeff", "above 0 it rewards entropy"),
@@ -192,6 +224,8 @@ def _dropped(run: Figures) -> Finding | None:
         return None
     parts = ", ".join(f"{share:.0%} {fate.words}" for fate, share in shares.items() if share >= 0.005)
     most = max(shares, key=lambda fate: shares[fate])
+    step = run.last("perf/step_s")
+    lost = sum(shares.values()) * (run.last("perf/generation_s") / step if step else 1.0)
     return Finding(
         "many groups teach nothing",
         f"{sum(shares.values()):.0%} of {drawn:.0f} groups a step are {'dropped' if filtered else 'of one accuracy'} "
@@ -202,6 +236,7 @@ def _dropped(run: Figures) -> Finding | None:
             if filtered
             else ("filter_groups.enable", "true: they are dropped, and others drawn"),
         ),
+        NOTE if most is Fate.ALL_CORRECT and lost <= COSTLY else WARNING,  # the prompts are learned
     )
 
 
@@ -223,6 +258,7 @@ def _unscored(run: Figures) -> Finding | None:
         run.changes(
             ("reward.limits.wall_s", "longer, where it is timeouts"), ("reward.num_workers", "more, where they wait")
         ),
+        ERROR if sum(shares.values()) > UNSCORED_MANY else WARNING,
     )
 
 
@@ -244,6 +280,7 @@ def _parity(run: Figures) -> Finding | None:
             ("model.dtype", "float32 differs least", "float32"),
             ("weight_sync.max_mean_logprob_diff", "raise it only if the difference is understood"),
         ),
+        ERROR if ends.last > limit else WARNING,
     )
 
 
@@ -277,6 +314,7 @@ def _mismatch(run: Figures) -> Finding | None:
         f"most of what actors and engines differ by is {cause}",
         f"{parts[cause]:.2g} of {whole:.2g} nats, mean |difference of log-probabilities| (metrics `mismatch/`)",
         run.changes(*_SWITCHES[cause]),
+        WARNING if whole > PARITY_OF_LIMIT * limit else NOTE,
     )
 
 
@@ -296,6 +334,7 @@ def _idle(run: Figures) -> Finding | None:
             ("actor.num_workers", "more ranks shorten the update"),
             ("rollout.num_engines", "fewer engines, their GPUs to the actors"),
         ),
+        WARNING if ends.last > COSTLY else NOTE,
     )
 
 

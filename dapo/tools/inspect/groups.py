@@ -1,6 +1,6 @@
 """Selects the groups that the page shows with their answers: a few per step, those that a reader would look for.
-Output: plain values for JSON, at most `MAX_BYTES`. To stay below, answers are shortened to their beginning and end,
-then fewer groups are shown."""
+Output: plain values for JSON, of bounded size. To stay below, answers are shortened to their beginning and end, then
+fewer groups are shown."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ SIDE = 3  # answers of a group that are right, wrong, or without a verdict, of e
 LONGEST_TEXT, SHORTEST_TEXT = 16384, 256  # characters of an answer; as many as `MAX_BYTES` allows
 LONGEST_QUESTION = 4096
 SHORT = 300  # characters of a ground truth, and of what was read as the answer
-MAX_BYTES = 3_500_000
+MAX_BYTES = 600_000  # of all groups of a page
 
 Row = Mapping[str, Any]
 Pieces = list[Any]  # of a text: its beginning, how many characters are left out, its end
@@ -30,10 +30,17 @@ KINDS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Any]]] = {  # whic
 }
 
 
-def browser(store: Reader, steps: Sequence[int]) -> list[dict[str, Any]]:
+def browser(store: Reader, steps: Sequence[int], most_bytes: int) -> list[dict[str, Any]]:
     """Returns groups with answers, oldest step first. steps: of the run."""
     shown = [(row, kinds) for step in spread(steps, STEPS) for row, kinds in picked(store.groups(step))]
-    return bounded([_group(store, row, kinds) for row, kinds in shown])
+    return bounded([_group(store, row, kinds) for row, kinds in shown], most_bytes)
+
+
+def whole(store: Reader, draw: int) -> dict[str, Any] | None:
+    """Returns a group with all its answers."""
+    answers = store.group(draw)
+    row = next((row for row in store.groups(answers[0]["step"]) if row["draw"] == draw), None) if answers else None
+    return None if row is None else _group(store, row, [], most=len(answers))
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -53,7 +60,7 @@ def picked(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
     return list(found.values())
 
 
-def _group(store: Reader, row: Row, kinds: list[str]) -> dict[str, Any]:
+def _group(store: Reader, row: Row, kinds: list[str], most: int = SIDE) -> dict[str, Any]:
     answers = store.group(row["draw"])
     sides = [
         ("right", [one for one in answers if one["accuracy"] is not None and one["accuracy"] > 0.5]),
@@ -68,21 +75,27 @@ def _group(store: Reader, row: Row, kinds: list[str]) -> dict[str, Any]:
         "truth": plain(row["ground_truth"][:SHORT]),
         "why": plain(why(row)),
         "sides": [
-            {"side": side, "all": len(those), "answers": [_answer(one) for one in _shown(those)]}
+            {"side": side, "all": len(those), "answers": [_answer(*one) for one in _shown(those, most)]}
             for side, those in sides
         ],
     }
 
 
-def _shown(answers: Sequence[Row]) -> list[Row]:
-    """Returns at most `SIDE` answers, the longest (truncated ones preferred) first."""
+def _shown(answers: Sequence[Row], most: int) -> list[tuple[Row, list[int]]]:
+    """Returns at most `most` answers, the longest (truncated ones preferred) first, each with the samples that read
+    the same."""
     longest = sorted(answers, key=lambda one: (one["finish_reason"] != "length", -one["tokens"]))[:1]
-    return [*longest, *[one for one in answers if one not in longest]][:SIDE]
+    alike: dict[Any, list[Row]] = {}
+    for one in [*longest, *[one for one in answers if one not in longest]]:
+        told = one["sample"] if one["text"] is None else (one["text"], one["reward"], one["failure"])
+        alike.setdefault(told, []).append(one)
+    return [(those[0], sorted(one["sample"] for one in those)) for those in alike.values()][:most]
 
 
-def _answer(row: Row) -> dict[str, Any]:
-    numbers = ("sample", "tokens", "finish_reason", "accuracy", "reward", "engine", "seconds")
+def _answer(row: Row, samples: list[int]) -> dict[str, Any]:
+    numbers = ("tokens", "finish_reason", "accuracy", "reward", "engine", "seconds")
     return {
+        "samples": samples,
         **{name: row[name] for name in numbers},
         "parts": {beginning(plain(name)): value for name, value in json.loads(row["parts"]).items()},
         "prediction": plain(row["prediction"][:SHORT]),
@@ -101,7 +114,7 @@ def shortened(text: Pieces, most: int) -> Pieces:
     return [plain(text[0]), text[1], plain(text[2])]
 
 
-def bounded(groups: list[dict[str, Any]], most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+def bounded(groups: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
     """Shortens texts until the JSON fits into `most_bytes`; if that is not enough, drops every second group."""
     most = LONGEST_TEXT
     while len(json.dumps(groups)) > most_bytes:

@@ -1,15 +1,17 @@
-"""Writes one page that shows a run: `python -m dapo.inspect RUN --html FILE`. The file needs no server and loads
-nothing: it has `assets/` and the data as JSON, of bounded size. Model output is inserted as text only, and no other
+"""The page that shows runs, and its data. The page is one file: `assets/` and the data as JSON, of bounded size, which
+loads nothing (`--html`), or no data, which it asks `serve.py` for. Model output is inserted as text only, and no other
 script may run."""
 
 import base64
 import hashlib
 import json
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +19,16 @@ from dapo.algorithm.fate import Fate
 from dapo.ground.console import plain
 from dapo.ground.table import duration, short
 from dapo.report.store.reader import PHASES, Reader
-from dapo.tools.inspect.findings import Figures, Finding, figures, findings
-from dapo.tools.inspect.groups import browser
+from dapo.tools.inspect.findings import figures, findings, verdict
+from dapo.tools.inspect.groups import MAX_BYTES, browser
 
 COLUMNS = 400  # of a chart; with more steps, each is the mean of several
-LENGTH_BINS, RATE_BINS = 24, 10
+LENGTH_BINS = 100
+RATES = ("none right", "below a quarter", "below half", "below three quarters", "below all", "all right")
 MAX_SAMPLED = 200_000  # responses in the histogram of lengths; with more, one draw in so many is used
 EVENTS = 200  # newest
-SCRIPTS = ("draw.js", "charts.js", "groups.js", "main.js")  # in this order
+SCRIPTS = ("uPlot.js", "elements.js", "charts.js", "groups.js", "main.js")  # in this order
+LIVE = "live.js"  # the last script of a page that is served
 
 Row = Mapping[str, Any]
 Series = Mapping[int, float]  # by step
@@ -50,8 +54,14 @@ class Curve(NamedTuple):
         ]
 
 
+ACCURACY = Curve("Accuracy", "share", (("rollout/accuracy", "drawn groups"),), top=1.0)
+LENGTH = Curve(
+    "Response length",
+    "tokens",
+    (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest")),
+    "half and nine of ten answers are no longer than their lines",
+)
 CURVES = (
-    Curve("Accuracy", "share", (("rollout/accuracy", "drawn groups"),), top=1.0),
     Curve("Reward", "", (("rollout/reward_mean", "drawn groups"), ("batch/reward_mean", "trained on"))),
     Curve(
         "Reward by function",
@@ -61,11 +71,6 @@ CURVES = (
         without=("reward/failed_*",),
     ),
     Curve("Answers whose scoring failed", "share", (("reward/failed_*", ""),), "by reason"),
-    Curve(
-        "Response length",
-        "tokens",
-        (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest")),
-    ),
     Curve(
         "Truncated answers", "share", (("rollout/truncated", "at the cap"), ("batch/filtered", "left out of the loss"))
     ),
@@ -90,10 +95,10 @@ CURVES = (
         "far below `weight_sync.max_mean_logprob_diff` when all is well",
     ),
     Curve(
-        "Actors against engines, by cause",
+        "Mismatch by cause",
         "nats",
         (("mismatch/mean", "all of it"), ("mismatch/*_mean", "")),
-        "what switching one cause off takes away; `kernels` is what is left, `staleness` comes on top",
+        "actors against engines: what switching one cause off takes away; `kernels` is the rest, `staleness` is added",
     ),
     Curve("Staleness", "updates", (("batch/staleness_mean", "mean"), ("batch/staleness_max", "greatest"))),
     Curve(
@@ -109,7 +114,7 @@ CURVES = (
         top=1.0,
     ),
 )
-PATTERNS = (*[name for curve in CURVES for name, _ in curve.metrics], "perf/*_s")
+PATTERNS = (*[name for curve in (ACCURACY, LENGTH, *CURVES) for name, _ in curve.metrics], "perf/*_s", "eval/*")
 
 
 class Columns:
@@ -138,25 +143,41 @@ class Columns:
         return counts
 
 
-def write(store: Reader, path: Path) -> str:
-    """Writes the page and returns a line about it. Raises ValueError without a step, or if it cannot be written."""
-    run = figures(store)
-    found = data(store, run, findings(run))
+def write(stores: Sequence[Reader], path: Path) -> str:
+    """Writes the page and returns a line about it. Raises ValueError for a run without a step, or if it cannot be
+    written."""
+    found = [data(store, name, MAX_BYTES // len(stores)) for store, name in zip(stores, names(stores), strict=True)]
     text = page(found)
     try:
         path.write_text(text, encoding="ascii")
     except OSError as error:
         raise ValueError(f"`--html` ({path}) cannot be written ({error}); give a file in an existing folder") from error
-    shown = f"{len(found['groups'])} groups, {len(found['findings'])} things to look at"
-    return f"{path}: {found['run']['steps']} steps, {shown}, {len(text) / 1e6:.1f} MB"
+    runs = "; ".join(f"{one['run']['steps']} steps, {one['verdict'][1]}" for one in found)
+    return f"{path}: {runs}, {len(text) / 1e6:.1f} MB"
 
 
-def page(found: Mapping[str, Any]) -> str:
-    """Returns the page in ASCII. found: from `data`; any text in it stays data."""
+def names(stores: Sequence[Reader]) -> list[str]:
+    """Returns the names of the runs' folders, with the folder above where several have the same."""
+    folders = [store.path.absolute().parent for store in stores]
+    alike = Counter(folder.name for folder in folders)
+    return [folder.name if alike[folder.name] == 1 else f"{folder.parent.name}/{folder.name}" for folder in folders]
+
+
+def page(found: Sequence[Mapping[str, Any]], live: bool = False) -> str:
+    """Returns the page in ASCII. found: from `data`, of each run; any text in it stays data. live: it asks its server
+    for the data."""
     # Only "<" can end a script element; JSON allows it as an escape wherever it occurs.
     inside = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
-    parts = {"STYLE_HASH": _hash(style), "SCRIPT_HASH": _hash(script), "STYLE": style, "SCRIPT": script, "DATA": inside}
+    style = _asset("uPlot.css") + _asset("page.css")
+    script = "\n".join(map(_asset, (*SCRIPTS, *([LIVE] if live else []))))
+    parts = {
+        "STYLE_HASH": _hash(style),
+        "SCRIPT_HASH": _hash(script),
+        "CONNECT": "'self'" if live else "'none'",
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": inside,
+    }
     text = _asset("page.html")
     for name, value in parts.items():  # the data last: it is not scanned for placeholders
         before, _, after = text.partition(f"[[{name}]]")
@@ -165,39 +186,35 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _asset(name: str) -> str:
-    return files("dapo.inspect").joinpath("assets", name).read_text(encoding="ascii")
+    return files("dapo.tools.inspect").joinpath("assets", name).read_text(encoding="ascii")
 
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any]:
-    """Returns all that the page shows. Raises ValueError for a run without a step."""
+def data(store: Reader, name: str, group_bytes: int) -> dict[str, Any]:
+    """Returns all that the page shows of a run. group_bytes: of the groups with answers; 0: none, the page asks for
+    them. Raises ValueError for a run without a step."""
     rows = store.steps()
     if not rows:
         raise ValueError(f"{store.path} has no step yet; wait for the first one to end")
     steps = [row["step"] for row in rows]
-    ended = [{**row, "trained": row["trained"] - (row["alike"] or 0)} for row in rows]  # each group in one part only
-    metrics = store.metrics(*PATTERNS, "eval/*")
+    metrics = store.metrics(*PATTERNS)
+    run = figures(store)
+    looks = findings(run)
     columns = Columns(steps)
     return {
-        "run": _run(store, rows, metrics),
+        "run": _run(store, name, rows, metrics),
+        "verdict": verdict(run, looks),
         "findings": [
-            {"rule": look.rule, "what": plain(look.what), "changes": list(map(str, look.changes))} for look in looks
+            [look.severity, look.rule, plain(look.what), [plain(str(change)) for change in look.changes]]
+            for look in looks
         ],
         "columns": columns.bounds,
-        "curves": _curves(columns, metrics),
-        "evaluations": _evaluations(metrics),
-        "fates": _stack(
-            columns,
-            {fate.words: {row["step"]: (row[fate] or 0) / row["drawn"] for row in ended} for fate in Fate},
-        ),
-        "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
-        "wall": columns.means(metrics.get("perf/step_s", {})),
-        "lengths": _lengths(store, columns, rows),
-        "pass_rates": {"bins": RATE_BINS, "counts": columns.counts(store.pass_rates(RATE_BINS), RATE_BINS + 2)},
-        "groups": browser(store, steps),
+        "charts": _charts(store, columns, metrics, rows),
+        "steps": steps,
+        "groups": browser(store, steps, group_bytes) if group_bytes else [],
         "events": [
             [row["step"], row["at"], plain(row["kind"]), plain(row["message"])]
             for row in reversed(store.events(EVENTS))
@@ -206,24 +223,24 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
     }
 
 
-def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> dict[str, Any]:
+def _run(store: Reader, name: str, rows: Sequence[Row], metrics: Mapping[str, Series]) -> dict[str, Any]:
     starts = store.starts()
     config = dict(_flat(starts[-1]["config"])) if starts else {}
     seconds = [row["seconds"] for row in rows if row["seconds"] is not None]
     shown = [["steps", f"{rows[-1]['step']}", f"of {config.get('trainer.total_steps', 'an unknown number')}"]]
-    for name, title in (("rollout/accuracy", "accuracy of drawn groups"), ("eval/accuracy", "held-out accuracy")):
-        if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
+    for metric, title in (("rollout/accuracy", "accuracy of drawn groups"), ("eval/accuracy", "held-out accuracy")):
+        if values := [metrics[metric][step] for step in sorted(metrics.get(metric, {}))]:
             shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
         median = f"median step {statistics.median(seconds):.3g} s, slowest {max(seconds):.3g} s"
         shown.append(["time in steps", duration(sum(seconds)), median])
-    tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
+    tokens, trained, lost = (sum(row[part] for row in rows) for part in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
     shown.append(["tokens generated", short(tokens + lost), f"{share:.0%} trained on"])
     kinds = f"warnings {store.count('warning')}, checkpoints {store.count('save')}"
     shown.append(["starts", str(len(starts)), kinds])
     return {
-        "name": plain(store.path.absolute().parent.name),
+        "name": plain(name),
         "model": plain(config.get("model.path", "")),
         "host": plain(starts[-1]["host"]) if starts else "",
         "ended": starts[-1]["ended"] if starts else None,
@@ -233,17 +250,67 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
     }
 
 
-def _curves(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    found = []
-    for curve in CURVES:
-        lines = [
-            {"label": plain(label), "values": columns.means(metrics[name])} for name, label in curve.lines(metrics)
-        ]
-        if lines:
-            found.append(
-                {"title": curve.title, "unit": curve.unit, "note": curve.note, "top": curve.top, "lines": lines}
-            )
-    return found
+def _charts(
+    store: Reader, columns: Columns, metrics: Mapping[str, Series], rows: Sequence[Row]
+) -> list[dict[str, Any]]:
+    """Returns the charts in the order of the page; those without a line are left out."""
+    ended = [{**row, "trained": row["trained"] - (row["alike"] or 0)} for row in rows]  # each group in one part only
+    fates = {fate.words: {row["step"]: (row[fate] or 0) / row["drawn"] for row in ended} for fate in Fate}
+    seconds = _lines(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES})
+    if wall := _lines(columns, {"whole step": metrics.get("perf/step_s", {})}):
+        seconds.append({**wall[0], "over": True})
+    lengths, every = _quantiles(store, columns, rows)
+    accuracy, length, *curves = (_curve(columns, metrics, curve) for curve in (ACCURACY, LENGTH, *CURVES))
+    length["lines"] += lengths
+    length["note"] += f" (of one draw in {every})" if every > 1 else ""
+    charts = [
+        {**accuracy, "large": True},
+        {
+            "title": "Held-out accuracy",
+            "unit": "share",
+            "note": "with 95 % intervals over problems",
+            "top": 1.0,
+            "large": True,
+            "lines": _evaluations(metrics),
+        },
+        {
+            "title": "What became of the groups",
+            "unit": "share",
+            "note": "only groups of mixed accuracy teach something",
+            "top": 1.0,
+            "stacked": True,
+            "large": True,
+            "lines": _lines(columns, fates),
+        },
+        {
+            "title": "Pass rates",
+            "unit": "share",
+            "note": "how many groups have which share of right answers",
+            "top": 1.0,
+            "stacked": True,
+            "lines": _rates(store, columns),
+        },
+        length,
+        {
+            "title": "Where the seconds went",
+            "unit": "s",
+            "note": "phases overlap (answers are scored while others are generated): together they may exceed the step",
+            "stacked": True,
+            "lines": seconds,
+        },
+        *curves,
+    ]
+    return [chart for chart in charts if chart["lines"]]
+
+
+def _curve(columns: Columns, metrics: Mapping[str, Series], curve: Curve) -> dict[str, Any]:
+    lines = [{"label": plain(label), "values": columns.means(metrics[name])} for name, label in curve.lines(metrics)]
+    return {"title": curve.title, "unit": curve.unit, "note": curve.note, "top": curve.top, "lines": lines}
+
+
+def _lines(columns: Columns, series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    lines = [{"label": name, "values": columns.means(values)} for name, values in series.items()]
+    return [line for line in lines if any(line["values"])]
 
 
 def _evaluations(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
@@ -253,25 +320,36 @@ def _evaluations(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
         low, high = (metrics.get(f"{name}_{end}", {}) for end in ("low", "high"))
         if name == "eval/accuracy" and not low and len(names) > 1:
             continue  # the mean of several sets, each of which is here
-        points = [
-            [step, *[None if value is None else _short(value) for value in (value, low.get(step), high.get(step))]]
-            for step, value in sorted(metrics[name].items())
-        ]
+        steps = sorted(metrics[name])
+        steps = steps[:: -(-len(steps) // COLUMNS)]
+        values, lows, highs = (
+            [None if (value := each.get(step)) is None else _short(value) for step in steps]
+            for each in (metrics[name], low, high)
+        )
         label = name.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
-        found.append({"label": plain(label) or "held out", "points": points[:: -(-len(points) // COLUMNS)]})
+        line = {"label": plain(label) or "held out", "x": steps, "values": values}
+        found.append(line | ({"low": lows, "high": highs} if any(lows) else {}))
     return found
 
 
-def _stack(columns: Columns, series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    lines = [{"label": name, "values": columns.means(values)} for name, values in series.items()]
-    return [line for line in lines if any(line["values"])]
+def _rates(store: Reader, columns: Columns) -> list[dict[str, Any]]:
+    counts = columns.counts(store.pass_rates(len(RATES) - 2), len(RATES))
+    shares = [[_short(count / (sum(column) or 1)) for count in column] for column in counts]
+    return [{"label": label, "values": values} for label, *values in zip(RATES, *shares, strict=True) if any(values)]
 
 
-def _lengths(store: Reader, columns: Columns, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the histograms of the lengths. width: tokens of a bin. every: one draw in so many is counted."""
+def _quantiles(store: Reader, columns: Columns, rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
+    """Returns lines of the lengths, and the number of draws of which one is used."""
     width = max(1, -(-(max(row["longest"] or 0 for row in rows) + 1) // LENGTH_BINS))
     every = -(-store.responses() // MAX_SAMPLED) or 1
-    return {"width": width, "every": every, "counts": columns.counts(store.lengths(width, every), LENGTH_BINS)}
+    counts = [list(accumulate(column)) for column in columns.counts(store.lengths(width, every), LENGTH_BINS)]
+    return [
+        {
+            "label": label,
+            "values": [bisect_left(sums, part * sums[-1]) * width + width - 1 if sums[-1] else None for sums in counts],
+        }
+        for label, part in (("half", 0.5), ("nine of ten", 0.9))
+    ], every
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

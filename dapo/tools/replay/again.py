@@ -55,7 +55,8 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     folder = _empty(run, step, out)
     if origin is None:
         shutil.copyfile(run / STARTED, folder / STARTED)  # the date used in the prompts
-    changed = [override.partition("=")[0].lstrip("+") for override in overrides]
+    overrides = [override.lstrip("+") for override in checked_overrides(overrides)]
+    changed = [override.partition("=")[0] for override in overrides]
     settings: dict[str, Any] = {
         "trainer": {"output_dir": str(folder), "only": "train", "max_hours": 0.0},
         "data": {"batches": str((run / BATCHES).absolute()), "val_files": None},
@@ -69,7 +70,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     }
     recorded = _recorded(run, step)
     settings["checkpoint"]["accept_changes"] += OmegaConf.select(recorded, "checkpoint.accept_changes", default=[])
-    given = OmegaConf.from_dotlist(checked_overrides(overrides))
+    given = OmegaConf.from_dotlist(overrides)
     tree = OmegaConf.merge(OmegaConf.structured(Config), recorded, settings, given)
     assert isinstance(tree, DictConfig)
     cfg = to_config(tree)

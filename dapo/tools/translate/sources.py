@@ -230,8 +230,8 @@ def _leaves(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
         try:
             value = tree[key]
         except OmegaConfBaseException:
-            raw: Any = OmegaConf.to_container(tree, resolve=False)
-            yield name, unknown(str(raw[key]))
+            plain: Any = OmegaConf.to_container(tree, resolve=False)
+            yield name, unknown(str(plain.get(key)))
             continue
         if isinstance(value, DictConfig) and value:
             yield from _leaves(value, f"{name}.")

@@ -464,7 +464,17 @@ def _count(run: Run, value: Any) -> Outcome:
 
 
 DEFAULTS |= {"(overlong punishment)": None, "(dynamic sampling)": None, "delta": None}
+def _push(run: Run, value: Any) -> Outcome:
+    repository = run.get("hub_model_id")
+    if not run.get("push_to_hub"):
+        return instead("nothing is pushed")
+    if not isinstance(repository, str) or "/" not in repository:
+        return refused("`checkpoint.push_to_hub` is a repository: give OWNER/NAME as hub_model_id")
+    return translated("`checkpoint.push_to_hub`, a repository", {"checkpoint.push_to_hub": repository})
+
+
 RULES: Rules = {
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), _push),
     "(overlong punishment)": _no_overlong,
     "[*][*]*": lambda run, value: refused("its entries are not known without running it"),
     "(dynamic sampling)": _filtered,

@@ -132,6 +132,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.nightly
 def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_else(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

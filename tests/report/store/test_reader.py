@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from dapo.algorithm.fate import TRAINED
 from dapo.report.store.reader import Reader
-from dapo.tools.inspect.findings import figures
 from dapo.tools.inspect.page import data
 from tests.support.fakes import make_group, make_prompt
 from tests.support.store.stored import collected_of, store_in
@@ -24,7 +23,10 @@ def test_groups_of_one_accuracy_are_counted_where_nothing_is_filtered(tmp_path):
     store.close()
     with Reader(tmp_path) as found:
         first, second = found.steps()
-        shares = {line["label"]: line["values"] for line in data(found, figures(found), [])["fates"]}
+        (groups,) = (
+            chart for chart in data(found, "run", 0)["charts"] if chart["title"] == "What became of the groups"
+        )
+        shares = {line["label"]: line["values"] for line in groups["lines"]}
     assert [first[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [6, 2, 2, 4]
     assert [second[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [0, 0, 2, 0]
     assert shares == {"mixed, trained on": [0.33333, 0.0], "all wrong": [0.33333, 1.0], "all correct": [0.33333, 0.0]}

@@ -1,7 +1,7 @@
 """Makes run directories for what shows a run: a real store with groups, metrics, evaluations and events, by formula."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -62,10 +62,28 @@ def make_run(
 
     Of three groups one is mixed, one all wrong, one mixed with an answer that is truncated and one without a verdict.
     """
+    directory.mkdir(exist_ok=True)
     store = SampleStore(directory, LoggingConfig(**logging), warn=pytest.fail)
     store.begin(asdict(compose(["+experiment=dapo_tiny", "trainer.output_dir=/tmp/run"])))
     store.resume(0)
-    for step in range(1, steps + 1):
+    add_steps(store, range(1, steps + 1), steps, text, drawn=drawn, n=n, sets=sets)
+    store.event("warning", "engine 1 is lost")
+    store.close()
+    return directory
+
+
+def add_steps(
+    store: SampleStore,
+    numbers: Iterable[int],
+    steps: int,
+    text: Callable[[int, int], str],
+    *,
+    drawn: int = 3,
+    n: int = 16,
+    sets: Sequence[str] = ("",),
+) -> None:
+    """Steps of a run of `steps`."""
+    for step in numbers:
         groups = [_group((step - 1) * drawn + number, n, text) for number in range(drawn)]
         fates = tuple("all_wrong" if group.draw.index % 3 == 1 else TRAINED for group in groups)
         trained = tuple(group for group, fate in zip(groups, fates, strict=True) if fate == TRAINED)
@@ -78,9 +96,6 @@ def make_run(
             store.metrics(step, {"eval/accuracy": accuracy} | values)
             store.event("save", f"step {step}")
         store.flush()
-    store.event("warning", "engine 1 is lost")
-    store.close()
-    return directory
 
 
 def _group(draw: int, n: int, text: Callable[[int, int], str]) -> Group:

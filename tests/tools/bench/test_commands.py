@@ -46,7 +46,7 @@ def test_overrides_are_of_the_experiment_that_they_name() -> None:
     paths = [
         setting.bench_config(*named, "rollout.n=4").trainer.output_dir for named in ([], ["+experiment=grpo_tiny"])
     ]
-    assert [Path(path).name for path in paths] == ["dapo_tiny", "grpo_tiny"]
+    assert [Path(path).name for path in paths] == ["dapo_tiny-n_4", "grpo_tiny-n_4"]
 
 
 @pytest.mark.parametrize(

@@ -300,9 +300,9 @@ def test_what_is_wrong_on_another_node_is_told_with_its_name(
 @pytest.mark.parametrize(
     ("overrides", "gpus", "level", "parts"),
     [
-        ([], 8, OK, ["8 GPUs asked for, 8 of 8 free on 1 node of 8 GPUs"]),
+        ([], 8, OK, ["needs 8 GPUs; 8 of 8 are free, on 1 node of 8 GPUs"]),
         ([], 4, FAULT, ["asked for 8 GPUs", "has 4", "add 1 node of 4 GPUs"]),
-        (["--rollout-only", "rollout.num_engines=8"], 8, OK, ["8 GPUs asked for, 8 of 8 free"]),
+        (["--rollout-only", "rollout.num_engines=8"], 8, OK, ["needs 8 GPUs; 8 of 8 are free"]),
         (["rollout.node_labels={pool: a}"], 8, FAULT, ["`rollout.node_labels` (pool=a)", "no labels"]),
     ],
     ids=["enough", "too-few", "half-a-run", "labels"],

@@ -1,5 +1,6 @@
 """The questions that a person asks of a run, as commands; what a model wrote does nothing to the terminal."""
 
+import json
 import math
 import shutil
 import sqlite3
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from dapo.algorithm.fate import TRAINED
 from dapo.config.schema import LoggingConfig
@@ -32,6 +34,11 @@ def scored(index: int, accuracies: list[float], texts: list[str], **parts: list[
             for sample, score in enumerate(group.scores)
         ),
     )
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +126,43 @@ def test_answers_of_each_kind(run, capsys):
     assert "sample 0: accuracy –" in out and "seven\nlines" in out
 
 
+QUESTIONS = [
+    "steps",
+    "step 2",
+    "prompt 5",
+    "draw 5",
+    "prompts",
+    "worst",
+    "search e",
+    "events",
+    "evaluations",
+    "findings",
+]
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_table_is_as_wide_as_the_terminal(run, capsys, monkeypatch, question: str, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = shown(capsys, run, *question.split())
+    assert max(cell_len(line) for line in out.splitlines()) <= width
+    if question == "worst":
+        assert len(lines_with(out, "trained")) == 4, "an answer takes one line"
+    if question == "steps":
+        assert "not shown for lack of width: " in out
+        assert "overlong" not in out.partition("not shown")[0]
+        assert "not shown" not in shown(capsys, run, "steps", "--wide")
+
+
+def test_evaluations_of_the_runs_checkpoints_are_shown(run, tmp_path, capsys) -> None:
+    shutil.copy(run / "samples.sqlite", tmp_path)
+    average = {"avg@2": {"value": 0.5, "low": 0.25, "high": 0.75}}
+    one = {"name": "aime", "source": "", "problems": 30, "samples": 2, "estimates": average}
+    (tmp_path / "evaluation_001.json").write_text(json.dumps({"model": "/a/step_000007/hf", "summaries": [one]}))
+    [line] = lines_with(shown(capsys, tmp_path, "evaluations"), "evaluation_001.json")
+    assert line.split()[1:] == ["step_000007/hf", "aime", "30", "2", "0.5", "0.25", "0.75"]
+
+
 def test_search_takes_its_words_as_they_are(run, capsys):
     for text, found in (("SEVEN", 3), ("seven_%", 2), ("n_%", 2), ("seven%", 0), ("_", 2), ("\\", 0), ("zzz", 0)):
         out = shown(capsys, run, "search", text)
@@ -142,6 +186,12 @@ def test_what_is_not_there_is_said(run, tmp_path):
     store.close()
     with pytest.raises(SystemExit, match="has no step yet; wait for the first one"):
         main([str(tmp_path), "--html", str(tmp_path / "page.html")])
+
+
+def test_an_unknown_question_leads_to_the_nearest(run, capsys):
+    with pytest.raises(SystemExit):
+        main([str(run), "stpes"])
+    assert capsys.readouterr().err.endswith("; did you mean `steps`?\n")
 
 
 def test_no_store_and_one_of_another_version_are_refused(run, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import dapo.tools.inspect
 from dapo.tools.inspect.__main__ import main
 from dapo.tools.inspect.groups import STEPS, bounded, shortened
-from dapo.tools.inspect.page import page
+from dapo.tools.inspect.page import LIVE, page
 from tests.support.report.shown_run import make_run
 
 HOSTILE = (
@@ -76,26 +76,26 @@ def test_a_page_of_200_steps_is_small(tmp_path, capsys):
     make_run(tmp_path, 200, text=lambda draw, sample: f"{draw} {sample} \u4e16" + "thought " * 700 + "Answer: 7")
     main([str(tmp_path), "--html", str(tmp_path / "page.html")])
     text, said = (tmp_path / "page.html").read_text(encoding="ascii"), capsys.readouterr().out
-    assert 2e6 < len(text) < 5e6, "as much of the answers as there is room for"
-    found = Parsed(text).data
+    assert 5e5 < len(text) < 1e6, "as much of the answers as there is room for"
+    [found] = Parsed(text).data
     assert found["run"]["steps"] == len(found["columns"]) == 200
     assert len({group["step"] for group in found["groups"]}) >= STEPS
     texts = [answer["text"] for group in found["groups"] for side in group["sides"] for answer in side["answers"]]
     assert all(head and left > 0 and tail.endswith("Answer: 7") for head, left, tail in texts)
     assert {sum(map(len, (head, tail))) + left for head, left, tail in texts} <= set(range(5614, 5622))
-    assert re.fullmatch(r"\S+/page\.html: 200 steps, \d+ groups, 4 things to look at, \d\.\d MB\n", said)
-    rules = [look["rule"] for look in found["findings"]]
+    assert re.fullmatch(r"\S+/page\.html: 200 steps, 1 error, \d warnings?, \d notes?, \d\.\d MB\n", said)
+    rules = [rule for _, rule, _, _ in found["findings"]]
     assert "entropy falls" in rules and "actors and engines drift apart" in rules
     main([str(tmp_path), "findings"])
     shown = capsys.readouterr().out
-    assert all(rule in shown for rule in rules), "the terminal says the same"
+    assert all(f"{severity}: {rule}" in shown for severity, rule, _, _ in found["findings"]), "as in the terminal"
 
 
 def test_what_a_model_wrote_is_data_and_nothing_else(hostile_page):
     parsed = Parsed(hostile_page)
     assert parsed.tags["script"] == 2 and parsed.tags["style"] == 1 and not parsed.tags["img"] and not parsed.tags["b"]
     assert "<" not in parsed.inside["application/json"] and hostile_page.isascii()
-    answers = [one for group in parsed.data["groups"] for side in group["sides"] for one in side["answers"]]
+    answers = [one for group in parsed.data[0]["groups"] for side in group["sides"] for one in side["answers"]]
     assert any("</script><script>window.owned=1</script>" in one["text"][0] for one in answers)
     [cut] = [one for one in answers if one["text"][1]]
     assert cut["text"][1] == 1_000_000 - 16384
@@ -103,11 +103,11 @@ def test_what_a_model_wrote_is_data_and_nothing_else(hostile_page):
 
 
 def test_any_text_comes_back_equal_and_is_inside_the_data():
-    given = {"text": [HOSTILE, "x" * 1_000_000, "\udfff\ud800", *map(chr, range(256))], HOSTILE: None}
+    given = [{"text": [HOSTILE, "x" * 1_000_000, "\udfff\ud800", *map(chr, range(256))], HOSTILE: None}]
     text = page(given)
     parsed = Parsed(text)
     assert parsed.data == given and text.isascii()
-    assert parsed.tags == Parsed(page({})).tags and len(parsed.inside) == 3
+    assert parsed.tags == Parsed(page([])).tags and len(parsed.inside) == 3
     assert "window.owned" not in parsed.inside["program"] + parsed.inside["style"]
 
 
@@ -122,29 +122,32 @@ def test_nothing_is_loaded_and_no_other_script_may_run(hostile_page):
         assert not name.startswith("on") and name not in ("src", "style", "action"), (tag, name)
         assert name != "href" or (value or "").startswith(("#", "data:,")), value
     addresses = set(re.findall(r"\w+://[\w./]+", hostile_page.replace(parsed.inside["application/json"], "")))
-    assert addresses == {"http://www.w3.org/2000/svg"}, "the name of a namespace, which nothing asks for"
+    assert addresses == {"https://github.com/leeoniya/uPlot"}, "in the comment that names the library"
 
 
 def test_the_program_of_the_page_puts_nothing_in_as_markup():
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|srcdoc"
     programs = r"\beval\b|new Function|fetch\(|XMLHttpRequest|import\("
     for path in ASSETS.glob("*.js"):
-        assert not re.search(f"{markup}|{programs}", path.read_text()), path.name
+        banned = programs.replace("fetch\\(|", "") if path.name == LIVE else programs
+        assert not re.search(f"{markup}|{banned}", path.read_text()), path.name
 
 
 def test_what_the_page_holds_of_a_run(hostile, hostile_page):
-    found = Parsed(hostile_page).data
-    titles = [curve["title"] for curve in found["curves"]]
-    for title in ("Accuracy", "Reward", "Response length", "Entropy", "KL divergence", "Importance ratio", "Staleness"):
-        assert title in titles
-    by_function = found["curves"][titles.index("Reward by function")]
-    assert [line["label"] for line in by_function["lines"]] == ["format", "math"]
-    shares = {line["label"]: line["values"][5] for line in found["fates"]}
+    [found] = Parsed(hostile_page).data
+    charts = {chart["title"]: chart["lines"] for chart in found["charts"]}
+    for title in ("Accuracy", "Reward", "Entropy", "KL divergence", "Importance ratio", "Staleness"):
+        assert title in charts
+    assert [line["label"] for line in charts["Reward by function"]] == ["format", "math"]
+    shares = {line["label"]: line["values"][5] for line in charts["What became of the groups"]}
     assert shares == {"mixed, trained on": 0.66667, "all wrong": 0.33333}
-    assert [line["label"] for line in found["seconds"]] == ["generation", "reward", "update", "sync", "driver"]
-    assert [sum(column) for column in found["lengths"]["counts"]] == [12] * 12
-    rates = found["pass_rates"]["counts"]
-    assert [sum(column) for column in rates] == [3] * 12 and all(column[0] == 1 for column in rates)
+    parts = [line["label"] for line in charts["Where the seconds went"]]
+    assert parts == ["generation", "reward", "update", "sync", "driver", "whole step"]
+    rates = {line["label"]: line["values"] for line in charts["Pass rates"]}
+    assert sum(values[5] for values in rates.values()) == pytest.approx(1.0, abs=1e-4)
+    assert rates["none right"] == [0.33333] * 12
+    length = {line["label"]: line["values"] for line in charts["Response length"]}
+    assert all(20 <= half <= most < 120 for half, most in zip(length["half"], length["nine of ten"], strict=True))
     last = [group for group in found["groups"] if group["step"] == 12]
     kinds = [kind for group in last for kind in group["kinds"]]
     assert sorted(kinds) == ["best", "longest", "most split", "truncated", "unscorable", "worst"]

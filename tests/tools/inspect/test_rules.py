@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from dapo.config.compose import compose
-from dapo.tools.inspect.findings import Figures, findings
+from dapo.tools.inspect.findings import Figures, findings, verdict
 
 CONFIG = asdict(compose(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=0.05"]))
 STEPS = 40  # a window is 8 of them
@@ -46,8 +46,13 @@ def found(metrics: dict[str, dict[int, float]], config: dict) -> dict[str, objec
     return {look.rule: look for look in findings(Figures(metrics=metrics, config=config))}
 
 
+def judged(metrics: dict[str, dict[int, float]]) -> str:
+    run = Figures(metrics=metrics, config=CONFIG)
+    return verdict(run, findings(run))[0]
+
+
 def test_a_sound_run_has_nothing_to_look_at():
-    assert found(SOUND, CONFIG) == {}
+    assert found(SOUND, CONFIG) == {} and judged(SOUND) == "well"
 
 
 DRIFT, TEACH, FALL = "actors and engines drift apart", "many groups teach nothing", "held-out accuracy falls"
@@ -55,7 +60,12 @@ FALLEN = {"eval/accuracy": {20: 0.8, 40: 0.5}, "eval/accuracy_low": {20: 0.7, 40
 FALLEN |= {"eval/accuracy_high": {20: 0.9, 40: 0.6}}
 # The rule that fires; the figures that differ from a sound run; what is said, then the beginning of the first advice.
 RULED = [
-    ("entropy falls", {"actor/entropy": changing(0.5, 0.2)}, "60% less", "`algorithm.clip_ratio_high` (0.28): raise"),
+    (
+        "entropy falls",
+        {"actor/entropy": changing(0.5, 0.2), "rollout/accuracy": steady(0.3)},
+        "60% less",
+        "`algorithm.clip_ratio_high` (0.28): raise",
+    ),
     (
         "truncation rises",
         {"rollout/truncated": changing(0.02, 0.1)},
@@ -115,6 +125,39 @@ def test_each_rule_fires_with_its_figures_and_a_key(rule, metrics, figure, advic
     assert all(change.value is not None for change in looks[rule].changes), "each names a key of the configuration"
 
 
+PEAK = {step: 0.9 if 17 <= step <= 24 else 0.2 + step / 100 for step in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "severity"),
+    [
+        ({"actor/entropy": changing(0.5, 0.01)}, "note"),  # accuracy rises
+        ({"actor/entropy": changing(0.5, 0.01), "rollout/accuracy": changing(0.6, 0.5)}, "warning"),
+        ({"actor/entropy": changing(0.5, 0.01), "rollout/accuracy": PEAK}, "warning"),  # and falls again
+        ({"buffer/all_correct": steady(80), "perf/generation_s": steady(60), "buffer/trained": steady(0)}, "note"),
+        ({"buffer/all_correct": steady(80), "perf/generation_s": steady(95), "buffer/trained": steady(0)}, "warning"),
+        ({"buffer/all_wrong": steady(60), "perf/generation_s": steady(10), "buffer/trained": steady(19)}, "warning"),
+        ({"perf/engine/idle": steady(0.5)}, "note"),
+        ({"perf/engine/idle": steady(0.7)}, "warning"),
+        ({"reward/failed_crash": {1: 1.0}}, "warning"),
+        ({"reward/failed_crash": steady(0.2)}, "error"),
+        ({"parity/mean_abs_logprob_diff": steady(0.03)}, "warning"),
+        ({"parity/mean_abs_logprob_diff": steady(0.06)}, "error"),
+        ({"mismatch/mean": {20: 0.015}}, "note"),
+        ({"mismatch/mean": {20: 0.03}}, "warning"),
+        ({"actor/skipped_steps": steady(0.0) | {7: 2}}, "warning"),
+        ({"actor/skipped_steps": steady(0.0) | {39: 2}}, "error"),
+        (FALLEN, "error"),
+    ],
+)
+def test_a_finding_is_as_severe_as_its_cost(metrics, severity):
+    [look] = found(SOUND | metrics, CONFIG).values()
+    assert look.severity == severity
+    assert judged(SOUND | metrics) == ("well" if severity == "note" else severity)
+    both = findings(Figures(metrics=SOUND | FALLEN | {"perf/engine/idle": steady(0.5)}, config=CONFIG))
+    assert [one.severity for one in both] == ["error", "note"], "errors first"
+
+
 def test_missing_verdicts_are_a_share_of_the_answers_where_steps_differ_in_size():
     """The first step drew 10 groups, and half of their answers have no verdict; the second drew 990."""
     few = {"buffer/drawn": {1: 10.0, 2: 990.0}, "reward/failed_wall": {1: 0.5}}
@@ -135,3 +178,4 @@ def test_a_short_run_is_not_judged_by_its_trends():
     short = {name: value for name, value in short.items() if not name.startswith("reward/failed_")}
     short |= {"actor/entropy": dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(range(6, 10), 0.0)}
     assert found(short, CONFIG) == {} and found({}, CONFIG) == {}
+    assert judged(short) == judged({}) == "early"

@@ -84,7 +84,7 @@ def test_gradients_on_the_host_cost_time():
     assert "added up on the host" in report(cfg, shape)
 
 
-# dapo/tools/bench/README.md, on one GPU: model, tokens of each of four micro-batches, seconds; the second is the worst.
+# dapo/tools/bench/RESULTS.md, on one GPU: model, tokens of each of four micro-batches, seconds; second is worst.
 MEASURED = [
     ("Qwen/Qwen2.5-0.5B", 4096, 1.46),
     ("Qwen/Qwen2.5-0.5B", 20480, 2.75),

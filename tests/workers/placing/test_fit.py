@@ -128,7 +128,7 @@ def test_what_is_asked_there_and_fits_is_told_pool_by_pool() -> None:
     busy = replace(node(8, pool="b"), free_gpus=2.0)
     cfg = make_config(2, 4, 16, 8, rollout={"pool": "b"})
     assert lines(pools(cfg, "cuda"), [node(8, pool="a"), node(8, pool="a"), busy]) == [
-        "placement: 24 GPUs asked for, 18 of 24 free on 3 nodes of 8 GPUs",
+        "placement: the run needs 24 GPUs; 18 of 24 are free, on 3 nodes of 8 GPUs",
         "  engines: 2 x 4 GPUs, each on one node, of 1 node with pool=b (`rollout.node_labels`): 0 fit now, all once "
         "other jobs have ended",
         "  actor ranks: 2 x 8 GPUs, each on one node: all fit",
@@ -141,7 +141,9 @@ def test_what_is_asked_there_and_fits_is_told_pool_by_pool() -> None:
 
 def test_one_node_takes_one_line_and_a_run_on_cpus_none() -> None:
     cfg = make_config(4, 1, 4)
-    assert lines(pools(cfg, "cuda"), [node(8)]) == ["placement: 8 GPUs asked for, 8 of 8 free on 1 node of 8 GPUs"]
+    assert lines(pools(cfg, "cuda"), [node(8)]) == [
+        "placement: the run needs 8 GPUs; 8 of 8 are free, on 1 node of 8 GPUs"
+    ]
     assert lines(pools(cfg, "cpu"), [node(0)]) == []
     cfg.rollout.node_labels = {"pool": "a"}
     assert found(cfg, [node(0, pool="a")], "cpu") == []

@@ -39,7 +39,7 @@ def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels(process)
     found = process.submit(places_of_roles, cfg).result(timeout=500)
     assert found["told"] == [
         "the Ray cluster, 2 nodes of 3 GPUs, is too small; waiting up to 300 s (`trainer.nodes_timeout_s`) for more",
-        "placement: 5 GPUs asked for, 8 of 8 free on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
+        "placement: the run needs 5 GPUs; 8 of 8 are free, on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
         "  actor ranks: 2 x 2 GPUs, each on one node, of 2 nodes with pool=train (`actor.node_labels`): all fit",
         "  engines: 1 x 1 GPUs, each on one node, of 1 node with pool=serve (`rollout.node_labels`): all fit",
     ]

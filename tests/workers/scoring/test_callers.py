@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
+from dapo.rewards.calling import process
 from dapo.rewards.calling.calls import Pace, Retry, Unanswered, answer
 from dapo.rewards.calling.fork_server import Item
-from dapo.workers.scoring import process
+from dapo.rewards.calling.process import MAX_FAILED_STARTS
 from dapo.workers.scoring.children import Children
-from dapo.workers.scoring.process import MAX_FAILED_STARTS
 from dapo.workers.scoring.verdict import CanaryError, ChildrenLost, Verdict
 
 HEAD = "import asyncio, os, time\nfrom dapo.rewards.calling.calls import Retry\ncalls = {}\n"

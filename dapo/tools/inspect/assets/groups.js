@@ -1,14 +1,6 @@
 // The browser of groups: one at a time, right and wrong answers side by side.
 
-const NOBREAK = "\u00a0";
-
-function option(value, text) {
-  return el("option", { value }, text);
-}
-
-function chooser(label, node) {
-  return el("label", {}, label, node);
-}
+const option = (value, text) => el("option", { value }, text);
 
 // Returns a text with a note where its middle is left out; nothing: it was not kept.
 function block(pieces, label) {
@@ -23,22 +15,25 @@ function block(pieces, label) {
 }
 
 function answer(one) {
-  const parts = Object.entries(one.parts).map(([name, value]) => `${name}${NOBREAK}${short(value)}`);
+  const parts = Object.entries(one.parts).map(([name, value]) => `${name} ${short(value)}`);
   const about = [
     `accuracy ${short(one.accuracy)}`, `reward ${short(one.reward)}`, ...(parts.length > 1 ? [`(${parts.join(", ")})`] : []),
     `${one.tokens} tokens`, one.finish_reason === "length" ? "truncated" : one.finish_reason,
     ...(one.engine >= 0 ? [`engine ${one.engine}`] : []), ...(one.seconds ? [`${short(one.seconds)} s`] : []),
   ];
-  const node = el("article", { class: "card" }, el("div", {}, el("strong", {}, `sample ${one.sample}`)));
+  const alike = one.samples.length;
+  const name = alike > 1 ? `${alike} answers are the same: samples ${one.samples.join(", ")}` : `sample ${one.samples[0]}`;
+  const node = el("article", { class: "card" }, el("div", {}, el("strong", {}, name)));
   if (one.prediction) node.append(el("div", {}, "read as ", el("code", {}, one.prediction)));
   if (one.failure) node.append(el("div", {}, "no verdict, or cut off by a limit: ", el("code", {}, one.failure)));
-  node.append(el("div", { class: "quiet" }, about.join(" \u00b7 ")), block(one.text, `answer, sample ${one.sample}`));
+  node.append(el("div", { class: "quiet" }, about.join(" \u00b7 ")), block(one.text, `answer, ${name}`));
   return node;
 }
 
 function side({ side: name, all, answers }) {
-  const shown = answers.length < all ? `${answers.length} of ${all} ${name}` : `${all} ${name}`;
-  const node = el("section", { class: "side" }, el("h3", { class: name === "right" ? "right" : "wrong" }, shown));
+  const shown = answers.reduce((sum, one) => sum + one.samples.length, 0);
+  const title = shown < all ? `${shown} of ${all} ${name}` : `${all} ${name}`;
+  const node = el("section", { class: "side" }, el("h3", { class: name }, title));
   node.append(...(answers.length ? answers.map(answer) : [el("p", { class: "quiet" }, "none")]));
   return node;
 }
@@ -49,52 +44,54 @@ function show(group) {
     el("div", {}, group.why), el("div", { class: "quiet" }, group.kinds.join(", ")),
     block(group.question, "prompt"), el("div", {}, "ground truth: ", el("code", {}, group.truth)));
   const sides = group.sides.filter((each) => each.all || each.side !== "no verdict");
-  return el("div", { class: "group" }, head, el("div", { class: "sides" }, ...sides.map(side)));
+  byId("group").replaceChildren(el("div", { class: "group" }, head, el("div", { class: "sides" }, ...sides.map(side))));
 }
 
-// Says which groups these are.
-function coverage(steps) {
-  const of = steps.length < data.run.steps ? `${steps.length} of ${data.run.steps} steps, and of each ` : "Of each step ";
-  return of + "the groups and answers that a person would look for. All are in the store: python -m dapo.inspect RUN step N.";
+// Where groups come from; a page that is served asks for those of any step.
+const source = {
+  steps: (run) => [...new Set(run.groups.map((group) => group.step))],
+  groups: async (run, step) => run.groups.filter((group) => group.step === step),
+};
+
+const chooser = { run: null, found: [], steps: el("select"), kind: el("select"), which: el("select") };
+const back = button("\u2190 previous", () => turn(chooser.which.selectedIndex - 1));
+const next = button("next \u2192", () => turn(chooser.which.selectedIndex + 1));
+
+function turn(place) {
+  chooser.which.selectedIndex = place;
+  back.disabled = place <= 0;
+  next.disabled = place >= chooser.found.length - 1;
+  if (chooser.found[place]) show(chooser.found[place]);
+  else byId("group").replaceChildren(el("p", { class: "quiet" }, "no group of this kind in this step"));
 }
 
-// Fills the chooser: a step or all, a kind or all, and the groups that are left one after the other.
-function browse() {
-  const groups = data.groups;
-  if (!groups.length) {
-    byId("group").append(el("p", { class: "quiet" }, "no group is in the store"));
-    return;
+async function choose() {
+  const { run, steps: { value } } = chooser;
+  const groups = await source.groups(run, Number(value));
+  if (run !== chooser.run || value !== chooser.steps.value) return; // another one was chosen meanwhile
+  const kinds = [...new Set(groups.flatMap((group) => group.kinds))], kind = chooser.kind.value;
+  chooser.kind.replaceChildren(option("", "all kinds"), ...kinds.map((each) => option(each, each)));
+  chooser.kind.value = kinds.includes(kind) ? kind : "";
+  chooser.found = groups.filter((group) => !chooser.kind.value || group.kinds.includes(chooser.kind.value));
+  chooser.which.replaceChildren(...chooser.found.map((group, number) => option(number, `draw ${group.draw}: ${group.kinds.join(", ")}`)));
+  turn(chooser.found.length ? 0 : -1);
+}
+
+// Offers the steps of a run; what is shown stays, unless it is of another run.
+function browse(run) {
+  const steps = source.steps(run), fresh = !chooser.run || chooser.run.index !== run.index, chosen = chooser.steps.value;
+  chooser.run = run;
+  if (chooser.steps.options.length !== steps.length || fresh) {
+    chooser.steps.replaceChildren(...steps.map((step) => option(step, String(step))));
+    chooser.steps.value = fresh ? steps[steps.length - 1] : chosen;
   }
-  const kinds = [...new Set(groups.flatMap((group) => group.kinds))];
-  const steps = [...new Set(groups.map((group) => group.step))];
-  const step = el("select", {}, option("", "all shown"), ...steps.map((each) => option(each, String(each))));
-  const kind = el("select", {}, option("", "all kinds"), ...kinds.map((each) => option(each, each)));
-  const which = el("select");
-  const back = el("button", { type: "button" }, "\u2190 previous");
-  const next = el("button", { type: "button" }, "next \u2192");
-  let left = [];
-  const turn = () => {
-    back.disabled = which.selectedIndex <= 0;
-    next.disabled = which.selectedIndex >= left.length - 1;
-    const found = left[which.selectedIndex];
-    byId("group").replaceChildren(found ? show(found) : el("p", { class: "quiet" }, "no group of this kind in this step"));
-  };
-  const choose = () => {
-    left = groups.filter((group) => (!step.value || group.step === Number(step.value)) && (!kind.value || group.kinds.includes(kind.value)));
-    which.replaceChildren(...left.map((group, number) => option(number, `step ${group.step}, draw ${group.draw}: ${group.kinds.join(", ")}`)));
-    turn();
-  };
-  const move = (by) => () => {
-    which.selectedIndex += by;
-    turn();
-  };
-  back.addEventListener("click", move(-1));
-  next.addEventListener("click", move(1));
-  which.addEventListener("change", turn);
-  for (const each of [step, kind]) each.addEventListener("change", choose);
-  byId("chooser").addEventListener("submit", (event) => event.preventDefault());
-  byId("groups").insertBefore(el("p", { class: "quiet" }, coverage(steps)), byId("chooser"));
-  byId("chooser").append(chooser("step", step), chooser("kind", kind), chooser("group", which), back, next);
-  step.value = String(steps[steps.length - 1]);
-  choose();
+  if (fresh) choose();
 }
+
+for (const node of [chooser.steps, chooser.kind]) node.addEventListener("change", choose);
+chooser.which.addEventListener("change", () => turn(chooser.which.selectedIndex));
+byId("chooser").addEventListener("submit", (event) => event.preventDefault());
+for (const [label, node] of [["step", chooser.steps], ["kind", chooser.kind], ["group", chooser.which]]) {
+  byId("chooser").append(el("label", {}, label, node));
+}
+byId("chooser").append(back, next);
