@@ -182,6 +182,7 @@ LOADS = {
     ),
     "plan": (modules_in("dapo.tools.plan"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
     "simulate": (modules_in("dapo.tools.simulate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
+    "translate": (modules_in("dapo.tools.translate"), HEAVY | {"dapo.driver.run", "dapo.trainer"}),
     "compare": (modules_in("dapo.tools.compare"), HEAVY | {"dapo.driver.run", "dapo.trainer", "matplotlib"}),
     "doctor": (
         [m for m in modules_in("dapo.tools.doctor") if m not in ON_RAY],
@@ -194,7 +195,7 @@ MODELS = ("dapo.workers.reward_model", "dapo.workers.actor")
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
 BEFORE = (
     ([], ["inspect"]),
-    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare", "doctor"]),
+    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "translate", "compare", "doctor"]),
     (["torch", "transformers"], ["algorithm"]),
     (["ray"], [role for role in ROLES if role not in MODELS]),
     (["transformers.modeling_utils"], list(MODELS)),
