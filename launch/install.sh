@@ -159,6 +159,7 @@ install_all() {
   [[ -z $packages ]] || return 0
   "$venv/bin/pip" install -q --no-deps --no-build-isolation -e "$root"
   fingerprint >"$stamp.new" && mv "$stamp.new" "$stamp"
+  echo "install.sh: done; in each new shell: source $venv/bin/activate" >&2
 }
 
 main() {

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from dapo.config.facts.hub import unreachable
 from dapo.config.paths import checked_data, data_parts, not_on_hub
-from dapo.data.layouts import MEDIA, SCHEMA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
+from dapo.data.layouts import MEDIA, SCHEMA, VERL, VERL_COLUMNS, Layout, Reading, by_first_row, layout_of
 from dapo.data.values import shown
 
 COLUMNS = (*VERL_COLUMNS, "extra_info", *MEDIA)
@@ -111,7 +111,10 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
     first_row = 0
     for table in tables:
         if layout is not None:
-            for number, row in enumerate(table.to_pylist(), first_row):
+            rows = table.to_pylist()
+            if rows and not first_row:
+                layout = by_first_row(layout, rows[0], reading.format) or layout
+            for number, row in enumerate(rows, first_row):
                 yield _single(number, layout.converted(row, _row(where, number), reading.entry))
             first_row += len(table)
             continue
@@ -139,6 +142,7 @@ def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
         if not isinstance(row, dict):
             raise ValueError(f"{at}: must be an object with columns {SCHEMA}, not {shown(row)}")
         layout = layout_of(list(row), format, at, text_prompt=isinstance(row.get("prompt"), str))
+        layout = by_first_row(layout, row, format)
         format = VERL if layout is None else layout.name
         yield _single(number, row if layout is None else layout.converted(row, at, reading.entry))
 

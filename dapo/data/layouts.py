@@ -208,6 +208,13 @@ def layout_of(columns: Sequence[str], format: str, where: str, *, text_prompt: b
     )
 
 
+def by_first_row(layout: Layout | None, row: Row, format: str) -> Layout | None:
+    """Returns `qa` where `auto` has chosen `gsm8k` and the answer of the first row has no `MARK`: it is read alone."""
+    if layout is not None and layout.name == "gsm8k" and format == AUTO and MARK not in str(row["answer"]):
+        return next(each for each in LAYOUTS if each.name == "qa")
+    return layout
+
+
 def _near(columns: Sequence[str]) -> Iterator[str]:
     """Yields `RIGHT` for `FOUND` for columns whose names differ from a format's in letters' case alone."""
     known = {name for each in LAYOUTS for name in (each.question, *each.truths)} | {*VERL_COLUMNS}

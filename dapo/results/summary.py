@@ -47,6 +47,8 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
         found = results(run)
         write_text(folder / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
         say(text(found))
+        exports = sorted(folder.glob("checkpoints/step_*/hf"))
+        say(f"  model: {exports[-1] if exports else 'none was saved'}; to look at the run: dapo inspect {folder}")
         from dapo.results.plot import draw, title_of  # matplotlib takes a second, and only here
 
         draw({run.name: run.records}, folder / CURVES, title=title_of([run]))

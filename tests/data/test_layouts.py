@@ -44,6 +44,7 @@ ROWS = [
     pytest.param({"question": "1+1", "solution": WORKED}, "qa", USER, FRACTION, {}, id="qa-solution"),
     pytest.param({"question": "1+1", "ground_truth": 2, "n": 1}, "qa", USER, "2", {"n": 1}, id="qa-ground-truth"),
     pytest.param({"question": "1+1", "answer": "It is\n#### 1,234"}, "gsm8k", USER, "1234", {}, id="gsm8k"),
+    pytest.param({"question": "1+1", "answer": "2"}, "qa", USER, "2", {}, id="qa-by-its-first-row"),
     pytest.param({"problem": "1+1", "type": "a", "solution": WORKED}, "math", USER, FRACTION, {"type": "a"}, id="math"),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": " "}, "math", USER, FRACTION, {}, id="math-blank"),
@@ -85,15 +86,6 @@ def test_a_data_source_of_the_rows_stays(tmp_path):
 def test_columns_that_fit_none_or_several_are_refused(columns, format, said):
     with pytest.raises(ValueError, match=rf"^FILE: .*{said}"):
         layout_of(columns, format, "FILE")
-
-
-@pytest.mark.parametrize("write", [parquet, jsonl])
-def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(tmp_path, write):
-    name = write(tmp_path, [{"question": "1+1", "answer": "2"}])
-    with pytest.raises(ValueError, match=r"row 0 .*or give `format` qa, which reads answers alone"):
-        list(read_chunks(name, "KEY", Reading()))
-    (one,) = read_chunks(name, "KEY", Reading(format="qa"))
-    assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
 
 
 def test_a_named_layout_decides_between_several():

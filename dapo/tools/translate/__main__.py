@@ -23,18 +23,21 @@ WIDTH = 60  # of a shown value
 def main() -> None:
     about, _, more = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
-        "python -m dapo.translate", description=f"{about}\n{more}", formatter_class=argparse.RawDescriptionHelpFormatter
+        "dapo translate",
+        usage="dapo translate [--out FILE] [--command N] SOURCE [NAME=VALUE ...]",
+        description=f"{about}\n{more}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, help="where to write the experiment file; without it, to standard output")
     parser.add_argument("--command", type=int, default=1, help="which training command of a script; the first is 1")
-    parser.add_argument("source", nargs=argparse.REMAINDER, help="a file and its variables, or a command line")
-    given = parser.parse_args()
-    if not given.source:
+    given, words = parser.parse_known_args()  # another system's options stay as they are
+    if not words:
         parser.error("give a script, a YAML file or a command line")
     from dapo.tools.translate.sources import read  # loads Hydra
 
     try:
-        source = read(given.source, given.command)
+        source = read(words, given.command)
     except (ValueError, OSError) as error:
         end(str(error))
     text, lines, problems = source.translated()
@@ -45,7 +48,7 @@ def main() -> None:
         given.out.write_text(text, encoding="utf-8")
         if given.out.parent.name == "experiment":
             folder, name = given.out.parent.parent, given.out.stem
-            report.append(f"python -m dapo.main_ppo --config-dir {folder.resolve()} +experiment={name}")
+            report.append(f"dapo train --config-dir {folder.resolve()} +experiment={name}")
     else:
         say(text)
     for line in report:
