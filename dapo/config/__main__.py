@@ -24,7 +24,7 @@ Written by `python -m dapo.config > config/README.md` from the fields in `dapo/c
 
 ```bash
 dapo train dapo_tiny trainer.seed=1 rollout.vllm.max_num_seqs=64   # key=value, no dashes
-dapo train dapo_tiny --cfg job                                     # prints all keys, and what a run would refuse
+dapo train dapo_tiny --cfg job                                     # prints all keys with their values
 ```
 
 [Hydra](https://hydra.cc) composes the defaults below, an experiment (a YAML file in `experiment/`) and the command
@@ -37,7 +37,7 @@ nothing of it is executed:
 
 ```bash
 dapo translate --out own/experiment/mine.yaml run_dapo.sh MODEL_PATH=Qwen/Qwen2.5-7B  # sets a variable of the script
-dapo train --config-dir own +experiment=MINE
+dapo train --config-dir own +experiment=mine
 ```
 
 The report has every field: *same* (perhaps under another name), *translated* (how), *no counterpart* (what happens

@@ -26,7 +26,7 @@ LEFT_OUT = {
     "a GPU": r"1gpu|cuda|bench device|--gpu|(main_ppo|train|doctor|--run) (\+?experiment=)?(dapo_qwen|ablation_7b)",
     "many runs, or a measurement": r"\bdapo[. ](ablation|bench|simulate)\b|DAPO_FAULT",
     "it ends with Ctrl-C": r"--serve|^tensorboard|mkdocs serve|jupyter",
-    "a name to be filled in": r"\b(NAME|FILE|HEAD|MINE|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",
+    "a name to be filled in": r"--config-dir own|\b(NAME|FILE|HEAD|VERSION|JOBID|OVERRIDES|RUN|QUESTION|KEY|VALUE)\b",
 }
 SMALL = {
     "data.train_batch_size": 4,

@@ -100,7 +100,7 @@ def _bounds(question: argparse.ArgumentParser) -> None:
 
 def steps(store: Reader, given: argparse.Namespace) -> None:
     every = store.steps()
-    names = ("step", "seconds", "generation", "update", "sync", "drawn", "trained", *DROPPED)
+    names = ("step", "seconds", "generation", "update", "sync", "evaluation", "drawn", "trained", *DROPPED)
     names += ("accuracy", "length", "truncated")
     rows = [[row[name] for name in names] for row in every[max(0, len(every) - given.last) :]]
     table(f"{len(every)} steps", names, rows, numbers=len(names), wide=given.wide)

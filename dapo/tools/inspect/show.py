@@ -22,11 +22,24 @@ LEAST = 24  # letters that the last column has before others are left out
 GAP = 2  # between columns
 UNKNOWN, NARROWEST = 200, 40  # width without a terminal; of a table at least
 SPARE = (  # columns that a narrow terminal does without, the first to go first
-    *("variance", "version", "sync", "overlong", "unscorable", "sample", "update", "generation", "truncated", "share"),
+    *(
+        "variance",
+        "version",
+        "sync",
+        "evaluation",
+        "overlong",
+        "unscorable",
+        "sample",
+        "update",
+        "generation",
+        "truncated",
+        "share",
+    ),
     *("last_step", "length", "reward", "start", "drawn", "longest", "tokens", "draw"),
 )
 HEADINGS = {  # those wider than the values of their column
     "generation": "gener-\nation",
+    "evaluation": "evalu-\nation",
     "all_correct": "all\nright",
     "all_wrong": "all\nwrong",
     "unscorable": "un-\nscorable",

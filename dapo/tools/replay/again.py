@@ -37,6 +37,13 @@ class Replay:
     changed: tuple[str, ...]
 
 
+def _ranges(steps: Sequence[int]) -> str:
+    """Returns steps in order as text: `1 to 3, 7`."""
+    starts = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
 def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) -> Replay:
     """Finds what a replay needs, and makes its empty directory. out: for the new run; None: `replays/step_NNNNNN` in
     the run's directory, replacing an earlier replay. Raises ValueError if a checkpoint, a batch or the configuration is
@@ -48,8 +55,8 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     kept = steps_kept(run / BATCHES)
     if missing := sorted({*range(first, step + 1)} - {*kept}):
         raise ValueError(
-            f"{run / BATCHES} has no batch of steps {missing}, which step {step} needs after "
-            f"{origin or 'the first model'}; it has {kept}; `checkpoint.batches` says how many a run "
+            f"{run / BATCHES} has no batch of steps {_ranges(missing)}, which step {step} needs after "
+            f"{origin or 'the first model'}; it has {_ranges(kept)}; `checkpoint.batches` says how many a run "
             "keeps"
         )
     folder = _empty(run, step, out)

@@ -49,12 +49,17 @@ def main() -> None:
         if given.out.parent.name == "experiment":
             folder, name = given.out.parent.parent, given.out.stem
             report.append(f"dapo train --config-dir {folder.resolve()} +experiment={name}")
+        else:
+            report.append(
+                f"to train it: DIR/experiment/{given.out.name}, and dapo train --config-dir DIR "
+                f"+experiment={given.out.stem}"
+            )
     else:
         say(text)
     for line in report:
         (say if given.out else warn)(line)
     if unaccounted := [line.field for line in lines if line.outcome.kind == "unaccounted"]:
-        end(f"{len(unaccounted)} fields are unaccounted for: {', '.join(unaccounted)}", EXIT_FAILED)
+        end(f"unaccounted for: {', '.join(unaccounted)}", EXIT_FAILED)
 
 
 def _report(system: str, lines: "list[Line]") -> "list[str]":

@@ -337,9 +337,9 @@ def _data(run: Run, value: Any) -> Outcome:
     key = "data.train_files"
     if isinstance(value, list):
         name, *rest = [one for one in value if one is not None]
-        if rest:
-            return refused(f"{name} has the part {' '.join(map(str, rest))}; name its file, as in {name}/train.parquet")
-        value = name
+        if len(rest) > 1:
+            return refused(f"{name} has the parts {' '.join(map(str, rest))}; give NAME:CONFIG:SPLIT")
+        value = f"{name}:{rest[0]}:{run.get('dataset_train_split') or 'train'}" if rest else name
     return translated("rows as the set has them; changes that a script makes are not", {key: [value]})
 
 

@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Path:
         (["RUN", "--step", "0"], r"`--step` \(0\) must be at least 1"),
         (
             ["RUN", "--step", "3"],
-            r"no batch of steps \[2\], which step 3 needs after the first model; it has \[1, 3\]; `checkp",
+            r"no batch of steps 2, which step 3 needs after the first model; it has 1, 3; `checkp",
         ),
         (["RUN", "--step", "1", "--out", "RUN"], r"`--out` \(.*run\) is not empty; give a new directory"),
         (["RUN", "--step", "1", "algorithm.clip_ratio_hihg=1"], r"did you mean `algorithm.clip_ratio_high`\?"),
