@@ -220,7 +220,7 @@ def _of_section(trials: Sequence[Trial]) -> Iterator[str]:
     if not any(one.tells or one.answers[0].right.score is None for one in trials):
         yield (
             f"{first.where} gives the same score for right and wrong answers: with such scores there is nothing to "
-            f"learn; it was tried with {_cut(first.answers[0].text)} and the usual other forms of an answer"
+            f"learn. It was tried with {_cut(first.answers[0].text)} and the usual other forms; ground truths are texts"
         )
     elif first.tells and all(one.wrong and one.wrong.is_right for one in first.answers):
         yield (

@@ -120,7 +120,7 @@ def test_what_is_unaccounted_for_cannot_be_overlooked(
         main()
     shown = capsys.readouterr()
     name = "actor_rollout_ref.actor.new_in_verl"
-    assert ended.value.code == 1 and shown.err == f"dapo: 1 fields are unaccounted for: {name}\n"
+    assert ended.value.code == 1 and shown.err == f"dapo: unaccounted for: {name}\n"
     assert shown.out.startswith(f"unaccounted: 1\n  {name}=1: ")
     assert "trainer.device=npu: dapo computes on cuda or cpu" in shown.out
     assert f"--config-dir {tmp_path} +experiment=mine" in shown.out
