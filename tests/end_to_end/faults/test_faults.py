@@ -192,6 +192,7 @@ def test_a_driver_that_ends_again_and_again_goes_on_with_the_same_command(
     assert_all_draws_are_accounted_for(run)
 
 
+@pytest.mark.nightly
 def test_sigterm_while_everything_starts_ends_the_program_in_order(tmp_path: Path) -> None:
     line = command(tmp_path / "run", "", *RUN)
     process, children = start_program(line, "data.train_files")

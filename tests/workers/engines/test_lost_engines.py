@@ -60,7 +60,9 @@ async def groups(pool, seed: int, ended=lambda: None) -> list:
 
 SILENT = "has not answered for|the last token is"
 LOSSES = [
-    pytest.param(signal.SIGKILL, 1, NOTICED_S, "its engine process has ended", id="process killed"),
+    pytest.param(
+        signal.SIGKILL, 1, NOTICED_S, "its engine process has ended", id="process killed", marks=pytest.mark.nightly
+    ),
     pytest.param(signal.SIGKILL, 0, NOTICED_S, "ActorDiedError", id="actor killed", marks=pytest.mark.nightly),
     pytest.param(signal.SIGSTOP, 1, 60.0, SILENT, id="process stopped", marks=pytest.mark.nightly),
     pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 10 s", id="actor stopped", marks=pytest.mark.nightly),

@@ -48,6 +48,7 @@ def scored(url: str, key: str) -> list[Verdict]:
     return asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_the_judge_gives_what_its_model_says_to_who_has_its_key() -> None:
     with kept_judge() as kept:
         found, again = (scored(kept.server.url, kept.server.key) for _ in range(2))
