@@ -35,7 +35,7 @@ _NO_MTP = Refused("heads for several tokens are not trained")
 _SAMPLED = Refused("engines have no such sampling parameter in training")
 _FINITE = "metrics of every step are always written; leave it out"
 _FILES = "the whole state and `checkpoint.hf_export` are always written; leave it out"
-_NO_HUB = "nothing is uploaded; `checkpoint.hf_export` is the model to upload"
+_NO_HDFS = "nothing is copied to HDFS; `checkpoint.push_to_hub` pushes the model"
 _DISTRIBUTED = "Ray starts the ranks, and FSDP2 trains; leave it out"
 _WIDTH = "evaluation has no batches; leave it out"
 _UPLOADED = "`logging.wandb` and `logging.mlflow` have runs elsewhere; leave it out"
@@ -247,7 +247,7 @@ VERL: dict[str, str] = {  # shell patterns; the first match counts
     "trainer.balance_batch": "the work of the ranks is always balanced; leave it out",
     "trainer.project_name": "`logging.wandb` has project and name of a run there",
     "trainer.experiment_name": "`logging.wandb` has project and name of a run there",
-    "trainer.default_hdfs_dir": _NO_HUB,
+    "trainer.default_hdfs_dir": _NO_HDFS,
     "trainer.del_local_ckpt_after_load": "`checkpoint.keep` says how many stay; leave it out",
     "trainer.esi_redundant_time": "`trainer.max_hours` saves before a limit; leave it out",
     "trainer.ray_wait_register_center_timeout": "it is `actor.start_timeout_s`",
