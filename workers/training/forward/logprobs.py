@@ -42,7 +42,8 @@ def token_logprobs(
     `hidden`; their gradient is rounded to it in both cases. support: [R, K] int, tokens of each position, padded by -1;
     the label is among them if truncated. chunks: used without support and bias. Returns (natural log-probability of
     each label, entropy in nats), both [R], in float32 or wider, and the log-probabilities of the support [R, K], 0 for
-    padding. With R = 0 they are empty and gradients zero, so that an FSDP rank without tokens still takes part. Raises ValueError unless the head is an `nn.Linear`: only its weight and bias are used.
+    padding. With R = 0 they are empty and gradients zero, so that an FSDP rank without tokens still takes part. Raises
+    ValueError unless the head is an `nn.Linear`: only its weight and bias are used.
     """
     if type(head) is not nn.Linear:
         raise ValueError(
