@@ -20,9 +20,7 @@ class PlanConfig:
     gpus_per_node: int = positive(8, "GPUs of a node")
     gpu_flops: float = positive(PEAK_FLOPS["H200"], "dense peak of a GPU in `model.dtype`, FLOP/s")
     matrix_share: float = share(0.62, "share of it that matrix products reach")
-    attention: str = one_of(
-        ATTENTION, "fa2", "FlashAttention of an update, unless `model.attn_implementation` names it"
-    )
+    attention: str = one_of(ATTENTION, "fa2", "attention of an update, unless `model.attn_implementation` names it")
     layer_s: float = at_least(0, 0.004, "seconds to launch a layer in a pass, not compiled (bounds small models)")
     gpu_bandwidth: float = positive(3.35e12, "byte/s of a GPU's memory")
     memory_share: float = share(0.83, "share of it that elementwise operations reach")

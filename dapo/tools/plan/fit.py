@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from dapo.config.derived import device_of, lends, lent_engines, shares_gpus
+from dapo.config.derived import device_of, lends, lent_engines, num_shards, shares_gpus
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.tools.plan.actor import ActorMemory
@@ -15,7 +15,7 @@ from dapo.tools.plan.terms import size, together
 
 HIGHEST_UTILIZATION = 95  # percent of a GPU
 WIDEST_ENGINE = 16  # GPUs
-LOW_FILL, LOW_BALANCE, SLOW_NETWORK = 0.6, 0.9, 0.05
+LOW_FILL, LOW_BALANCE = 0.6, 0.9
 UTILIZATION, CACHE = "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_memory_bytes"
 OTHER_LOSS = "algorithm.rollout_correction.use_rollout_logprobs"
 Change = dict[str, Any]
@@ -168,7 +168,7 @@ def _fits(cfg: PlannedConfig, shape: ModelShape) -> bool:
 
 
 def _faster(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
-    correction = cfg.algorithm.rollout_correction
+    corrects = cfg.algorithm.rollout_correction.mode != "none" or cfg.algorithm.score_centering > 0
     if not cfg.actor.compile:
         yield {"actor.compile": True}
     if attention_of(cfg) != "fa3":
@@ -179,11 +179,14 @@ def _faster(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
         smaller = (kept | {"actor.max_tokens_per_gpu": tokens} for tokens in _fewer_tokens(cfg, shape))
         if not _fits(changed(cfg, kept), shape):
             yield from [change for change in smaller if _fits(changed(cfg, change), shape)][:1]
+    yield {"actor.max_tokens_per_gpu": 2 * cfg.actor.max_tokens_per_gpu}
     if cfg.actor.reshard_after_forward:
         yield {"actor.reshard_after_forward": False}
+    if num_shards(cfg) > cfg.plan.gpus_per_node and cfg.actor.num_workers % cfg.plan.gpus_per_node == 0:
+        yield {"actor.fsdp_size": cfg.plan.gpus_per_node}
     if cfg.actor.offload == "host":
         yield {"actor.offload": "none"}
-    if "old log-probabilities" in Step(cfg, shape).extra_passes and correction.mode == "none":
+    if "old log-probabilities" in Step(cfg, shape).extra_passes and not corrects:
         yield {OTHER_LOSS: True}
 
 
@@ -200,12 +203,6 @@ def hints(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"ranks wait for the heaviest {1 - packing.balance:.0%} of the time: a larger "
             "`actor.ulysses_sequence_parallel_size` or `actor.ppo_mini_batch_size` evens them out"
-        )
-    waiting = sum(max(0.0, wire - computing) for computing, wire in step.passes.values())
-    if device_of(cfg) == "cuda" and waiting > SLOW_NETWORK * step.update_s:
-        yield (
-            f"the update waits for the network {waiting / step.update_s:.0%} of the time: a larger "
-            "`actor.max_tokens_per_gpu` makes fewer micro-batches, a smaller `actor.fsdp_size` stays within a node"
         )
     if packing.filled < LOW_FILL:
         yield f"micro-batches are {packing.filled:.0%} full: a smaller `actor.max_tokens_per_gpu` needs less memory"

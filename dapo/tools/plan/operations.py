@@ -17,9 +17,9 @@ from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD = 2.0, 1.0, 2.5, 2.2
 # Shares of a Hopper's peak that FlashAttention reaches on long sequences, forward and backward.
 ATTENTION_SHARES = {"fa2": (0.36, 0.29), "fa3": (0.58, 0.48)}
-# Bytes per logit in a forward pass, and in a backward pass that computes the chunk again. With float32 logits
-# (`model.head_dtype`) the product is not copied.
-LOGIT, LOGIT_BACKWARD, COPIED = 48, 38, 4
+# Bytes per logit in a forward pass, and in a backward pass that computes the chunk again: by (`actor.compile`, whether
+# `model.head_dtype` is float32).
+LOGIT = {(False, False): (48, 38), (False, True): (44, 34), (True, False): (8, 6), (True, True): (16, 18)}
 GRADIENT_OF_HEAD = 12  # bytes per element and chunk: a product, added to a float32 sum
 OPTIMIZER = 36  # bytes per trained element: norm, clipping, AdamW
 # Multiples of `plan.layer_s`: with torch.compile FSDP's hooks remain; selective checkpointing sees each operation.
@@ -106,14 +106,14 @@ class Operations:
             "matrices": self._multiplying(self.layers),
             "attention": self.attention / (forward * self.cfg.plan.gpu_flops),
             "elementwise": moving_s(self.cfg, self._elementwise),
-            "head": self._multiplying(self.head) + moving_s(self.cfg, self._logits(LOGIT)),
+            "head": self._multiplying(self.head) + moving_s(self.cfg, self._logits[0]),
         }
 
     def backward_s(self) -> dict[str, float]:
         forward, backward = (share * self.cfg.plan.gpu_flops for share in ATTENTION_SHARES[attention_of(self.cfg)])
         again, attention_again = self.recomputed
         once_more = 0.0 if self.cfg.model.gradient_checkpointing == "none" else 1.0
-        logits = self._logits(LOGIT_BACKWARD) + (0.0 if self.cfg.model.lora.rank else self._gradient_of_head)
+        logits = self._logits[1] + (0.0 if self.cfg.model.lora.rank else self._gradient_of_head)
         return {
             "matrices": self._multiplying(self.layers * (self.backward + again)),
             "attention": self.attention * (ATTENTION_BACKWARD / backward + attention_again / forward),
@@ -136,9 +136,12 @@ class Operations:
             width = 84 * h + (56 if shape.qk_norm else 20) * rotated + 10 * i + 12 * rows
         return width * shape.num_layers * self.tokens
 
-    def _logits(self, width: int) -> float:
-        width -= COPIED if self.cfg.model.head_dtype == "float32" else 0
-        return float(width * self.shape.vocab_size * self.responses)
+    @property
+    def _logits(self) -> tuple[float, float]:
+        """Bytes of all logits in a forward pass and in a backward pass."""
+        forward, backward = LOGIT[self.cfg.actor.compile, self.cfg.model.head_dtype == "float32"]
+        count = self.shape.vocab_size * self.responses
+        return forward * count, backward * count
 
     @property
     def _gradient_of_head(self) -> float:

@@ -104,7 +104,7 @@ def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"  generates {short(step.generated_tokens)} response tokens = {step.sequences:,} x {response:,} / "
         f"{step.kept_rate:g} (assumed share of mixed groups)",
         f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",
-        *(f"  pass for {name}: {short(flops, 'FLOP')}" for name, flops in step.extra_passes.items()),
+        *(f"  pass for {name}: {short(part * step.forward_flops, 'FLOP')}" for name, part in step.extra_passes.items()),
         f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {step.epoch.backward:g} + {again:.2f} again) "
         f"+ head x (1 + {step.epoch.backward:g} + 1 again) + attention x (1 + 2.5 + {attention_again:g} again){epochs}",
         f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.rank_groups} groups of ranks, "
@@ -124,11 +124,11 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     running = engine.running(mean_tokens(cfg)[0], step.responses)
     order = "the slower of generation and update" if step.overlaps else "generation and update one after the other"
     lines = [
-        f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, of which matrices reach {plan.matrix_share:.0%} and "
-        f"attention that of {attention_of(cfg)}, {short(plan.gpu_bandwidth, 'B/s')} of which elementwise operations "
-        f"reach {plan.memory_share:.0%} and decoding {plan.bandwidth_share:.0%},",
-        f"  {plan.engine_step_s * 1000:g} ms more per decoding step, {plan.engine_sequence_s * 1e6:g} us of its host per "
-        "token)",
+        f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, of which matrices reach {plan.matrix_share:.0%}, "
+        f"attention by {attention_of(cfg)}; {short(plan.gpu_bandwidth, 'B/s')}, of which decoding reaches "
+        f"{plan.bandwidth_share:.0%} and elementwise work {plan.memory_share:.0%};",
+        f"  {plan.engine_step_s * 1000:g} ms more per decoding step, {plan.engine_sequence_s * 1e6:g} us of its host "
+        "per token)",
         f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
         f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
         f"{duration(longest_s)}",
@@ -147,14 +147,16 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     kinds: Counter[str] = Counter()
     for each in step.work.values():
         kinds.update(each)
-    shares = ", ".join(f"{kind} {s / kinds.total():.0%}" for kind, s in kinds.most_common() if s)
+    shares = ", ".join(
+        f"{kind} {s / kinds.total():.0%}" for kind, s in kinds.most_common() if s > 0.005 * kinds.total()
+    )
     lines.append(f"    computing: {shares}")
     if step.offload_s:
         lines.append(f"    gradients added up on the host, with nothing computed meanwhile: {duration(step.offload_s)}")
     gather, send, load = (f"{seconds * 1000:.0f} ms" for seconds in step.bucket_s)
     lines.append(
-        f"  weight sync {duration(step.sync_s)}: {size(step.sync_bytes)} in buckets that are gathered in {gather} while "
-        f"the former is sent in {send} and loaded in {load}, and {plan.sync_layer_s * 1000:g} ms per layer"
+        f"  weight sync {duration(step.sync_s)}: {size(step.sync_bytes)} in buckets, gathered in {gather} while "
+        f"the one before is sent in {send} and loaded in {load}, and {plan.sync_layer_s * 1000:g} ms per layer"
     )
     if shares_gpus(cfg):
         lines.append(f"  switch {duration(step.switch_s)} (plan.switch_s, and the optimizer to the host and back)")
@@ -173,13 +175,10 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 def _levers(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     found, (together, best) = levers(cfg, shape)
     rows = [("as it is", Step(cfg, shape), Change())]
-    rows += [
-        ("another loss" if OTHER_LOSS in c else "" if fits else "does not fit", step, c) for c, step, fits in found
-    ]
+    for change, step, fits in found:
+        rows.append(("another loss" if OTHER_LOSS in change else "" if fits else "does not fit", step, change))
     rows += [("all that fit", best, together)] if together else []
-    lines = [
-        f"{duration(step.update_s):>10} {step.mfu:5.0%}  {note:<12}  {words(change)}" for note, step, change in rows
-    ]
+    lines = [f"{duration(step.update_s):>10} {step.mfu:5.0%}  {note:<12}  {words(keys)}" for note, step, keys in rows]
     wrapped = (textwrap.fill(one, 116, subsequent_indent=32 * " ", break_on_hyphens=False) for one in lines)
     return ["LEVERS, each alone (seconds of the update, MFU)", *wrapped]
 

@@ -166,16 +166,18 @@ class Step:
 
     @property
     def extra_passes(self) -> dict[str, float]:
-        """FLOPs of forward passes without gradient, by purpose."""
-        kl, passes = self.cfg.algorithm.kl, {}
-        several = optimizer_steps(self.cfg) > 1 or self.cfg.algorithm.policy_loss in BY_COVARIANCE
-        if several and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
-            passes["old log-probabilities"] = self.forward_flops
-        elif self.cfg.algorithm.entropy_top_share < 1:
-            passes["entropies"] = self.forward_flops
-        if kl.loss_coeff or kl.reward_coeff:
-            passes["reference log-probabilities"] = self.forward_flops
-        return passes
+        """Forward passes without gradient, by purpose: what share of the batch each goes over. The first optimizer step
+        computes old log-probabilities itself, unless something is chosen by them before."""
+        algorithm, passes = self.cfg.algorithm, {}
+        chosen = algorithm.entropy_top_share < 1 or algorithm.policy_loss in BY_COVARIANCE
+        if (optimizer_steps(self.cfg) > 1 or chosen) and not algorithm.rollout_correction.use_rollout_logprobs:
+            first = 0.0 if chosen else self.cfg.actor.ppo_mini_batch_size / self.cfg.data.train_batch_size
+            passes["old log-probabilities"] = 1.0 - first
+        elif algorithm.entropy_top_share < 1:
+            passes["entropies"] = 1.0
+        if algorithm.kl.loss_coeff or algorithm.kl.reward_coeff:
+            passes["reference log-probabilities"] = 1.0
+        return {name: share for name, share in passes.items() if share}
 
     @property
     def traffic(self) -> tuple[float, float]:
@@ -240,19 +242,21 @@ class Step:
         without_gradient, forward, backward = launch_s(cfg, self.shape)
         speed, rounds, micro_batches = cfg.actor.num_workers * self.packing.balance, self.rounds, self._micro_batches
 
-        def one(of_epoch: dict[str, float], copying: float, launching: float, epochs: int) -> dict[str, float]:
-            found = {kind: epochs * seconds / speed for kind, seconds in of_epoch.items()} | {"FSDP": copying}
-            return found | {"waiting for the host": max(0.0, launching - sum(found.values()))}
+        def one(of_epoch: dict[str, float], copying: float, launching: float, part: float = 1.0) -> dict[str, float]:
+            """part: of the update's epochs."""
+            found = {kind: epochs * part * seconds / speed for kind, seconds in of_epoch.items()}
+            found["FSDP"] = part * copying
+            return found | {"waiting for the host": max(0.0, part * launching - sum(found.values()))}
 
-        epochs = cfg.actor.ppo_epochs
-        once = epoch.forward_s(), rounds / epochs * gathered, micro_batches / epochs * without_gradient, 1
+        epochs, extra = cfg.actor.ppo_epochs, self.extra_passes.items()
+        once = epoch.forward_s(), rounds * gathered, micro_batches * without_gradient
         again = rounds * gathered if cfg.actor.reshard_after_forward else micro_batches * piled
         moved = optimizer_steps(cfg) * OPTIMIZER * memory.trained / memory.shards
         on_host = cfg.actor.offload == "host"
         return {
-            **{name: one(*once) for name in self.extra_passes},
-            "forward": one(epoch.forward_s(), rounds * gathered, micro_batches * forward, epochs),
-            "backward": one(epoch.backward_s(), again + rounds * reduced, micro_batches * backward, epochs),
+            **{name: one(*once, part / epochs) for name, part in extra},
+            "forward": one(epoch.forward_s(), rounds * gathered, micro_batches * forward),
+            "backward": one(epoch.backward_s(), again + rounds * reduced, micro_batches * backward),
             "optimizer": {"AdamW": moved / cfg.plan.host_bandwidth if on_host else moving_s(cfg, moved)},
         }
 
@@ -262,8 +266,8 @@ class Step:
         gathered, summed = (self.rounds * size / self.bandwidth for size in self.traffic)
         again = gathered if self.cfg.actor.reshard_after_forward else 0.0
         wires = {"forward": gathered, "backward": again + summed, "optimizer": 0.0}
-        once = gathered / self.cfg.actor.ppo_epochs
-        return {name: (sum(kinds.values()), wires.get(name, once)) for name, kinds in self.work.items()}
+        wires |= {name: gathered * part / self.cfg.actor.ppo_epochs for name, part in self.extra_passes.items()}
+        return {name: (sum(kinds.values()), wires[name]) for name, kinds in self.work.items()}
 
     @property
     def offload_s(self) -> float:
