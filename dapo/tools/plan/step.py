@@ -169,11 +169,12 @@ class Step:
         """Forward passes without gradient, by purpose: what share of the batch each goes over. The first optimizer step
         computes old log-probabilities itself, unless something is chosen by them before."""
         algorithm, passes = self.cfg.algorithm, {}
-        chosen = algorithm.entropy_top_share < 1 or algorithm.policy_loss in BY_COVARIANCE
-        if (optimizer_steps(self.cfg) > 1 or chosen) and not algorithm.rollout_correction.use_rollout_logprobs:
-            first = 0.0 if chosen else self.cfg.actor.ppo_mini_batch_size / self.cfg.data.train_batch_size
-            passes["old log-probabilities"] = 1.0 - first
-        elif algorithm.entropy_top_share < 1:
+        by_entropy, by_covariance = algorithm.entropy_top_share < 1, algorithm.policy_loss in BY_COVARIANCE
+        several = optimizer_steps(self.cfg) > 1 or by_covariance
+        if several and not algorithm.rollout_correction.use_rollout_logprobs:
+            first = self.cfg.actor.ppo_mini_batch_size / self.cfg.data.train_batch_size
+            passes["old log-probabilities"] = 1.0 if by_entropy or by_covariance else 1.0 - first
+        elif by_entropy:
             passes["entropies"] = 1.0
         if algorithm.kl.loss_coeff or algorithm.kl.reward_coeff:
             passes["reference log-probabilities"] = 1.0

@@ -1,5 +1,7 @@
 """One step of the planner: tokens, FLOPs, communication and packing by hand, and what it says divides badly."""
 
+from pathlib import Path
+
 import pytest
 
 from dapo.algorithm.packing import pack
@@ -8,8 +10,9 @@ from dapo.tools.plan.engine import EngineMemory
 from dapo.tools.plan.fit import changed, hints, levers, problems, words
 from dapo.tools.plan.report import report
 from dapo.tools.plan.step import Step, mean_tokens, response_lengths
-from tests.support.plan.plans import GPUS, benched, planned
+from tests.support.plan.plans import GPUS, benched, mfu_table, planned
 
+ROOT = Path(__file__).resolve().parents[3]
 ALONE = "actor.ulysses_sequence_parallel_size=1"
 APART = ("actor.num_workers=64", "rollout.num_engines=16")  # on different nodes
 WORK = ("matrices", "attention", "elementwise", "head", "FSDP", "AdamW", "waiting for the host")
@@ -134,6 +137,10 @@ def test_old_log_probabilities_are_computed_for_all_but_the_first_optimizer_step
     if share:
         forward = step.work["forward"]["attention"] / step.cfg.actor.ppo_epochs
         assert step.work["old log-probabilities"]["attention"] == pytest.approx(share * forward)
+
+
+def test_the_table_of_predicted_mfu_is_what_the_plan_says():
+    assert mfu_table() in (ROOT / "dapo/tools/bench/RESULTS.md").read_text(encoding="utf-8")
 
 
 LEVERS = [
