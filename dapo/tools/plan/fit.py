@@ -151,11 +151,10 @@ def words(change: Change) -> str:
 def levers(cfg: PlannedConfig, shape: ModelShape) -> tuple[list[tuple[Change, Step, bool]], tuple[Change, Step]]:
     """Returns changes that make the update faster, each with the step that it makes and whether that fits, the fastest
     first; and those that fit together, taken in this order, with their step. No other loss is among these."""
-    now, tried = Step(cfg, shape), [(change, Step(changed(cfg, change), shape)) for change in _faster(cfg, shape)]
-    tried = [each for each in tried if each[1].update_s < now.update_s]
-    tried.sort(key=lambda each: each[1].update_s)
-    found = [(change, step, _fits(step.cfg, shape)) for change, step in tried]
-    chosen: Change = {}
+    now, chosen = Step(cfg, shape), Change()
+    tried = [(change, Step(changed(cfg, change), shape)) for change in _faster(cfg, shape)]
+    found = [(change, step, _fits(step.cfg, shape)) for change, step in tried if step.update_s < now.update_s]
+    found.sort(key=lambda each: each[1].update_s)
     for change in (change for change, _, fits in found if fits and OTHER_LOSS not in change):
         both = Step(changed(now.cfg, change), shape)
         if both.update_s < now.update_s and _fits(both.cfg, shape):

@@ -8,13 +8,12 @@ reads and writes each tensor once. tests/tools/plan/test_step.py compares the su
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import ATTENTION, PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 
-# Multiples of the forward pass. Without weight gradients half as much; attention computes its scores once more.
-BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD = 2.0, 1.0, 2.5, 2.2
 # Shares of a Hopper's peak that FlashAttention reaches on long sequences, forward and backward.
 ATTENTION_SHARES = {"fa2": (0.36, 0.29), "fa3": (0.58, 0.48)}
 # Bytes per logit in a forward pass, and in a backward pass that computes the chunk again: by (`actor.compile`, whether
@@ -51,6 +50,18 @@ def fsdp_bytes(cfg: PlannedConfig, parameters: int, trained: int, shards: int) -
     return parameters * (6 + (cast + 2) / shards), trained * (10 + 16 / shards), 12.0 * trained
 
 
+class Pass(NamedTuple):
+    """Multiples of a forward pass."""
+
+    layers: float
+    head: float
+    attention: float
+    attention_backward: float
+    elementwise: float
+    logit_bytes: float  # per logit
+    head_bytes: float = 0  # per element of the head's weight and chunk of logits
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
     """One epoch over a batch on all ranks. responses: tokens whose logits are needed. attention: FLOPs of a forward
@@ -64,87 +75,65 @@ class Operations:
     micro_batches: int
 
     @property
-    def layers(self) -> float:
-        """FLOPs of the layers' matrices in a forward pass."""
-        return 2.0 * self.shape.num_layers * self.shape.layer_matrices * self.tokens
+    def forward(self) -> Pass:
+        return Pass(1, 1, 1, 0, 1, self._logit_bytes[0])
 
     @property
-    def head(self) -> float:
-        return float(self.shape.head_flops * self.responses)
-
-    @property
-    def forward_flops(self) -> float:
-        return self.layers + self.head + self.attention
-
-    @property
-    def backward(self) -> float:
-        """Multiple of the forward pass of matrices. With LoRA the frozen weights need no gradient."""
-        return FROZEN_BACKWARD if self.cfg.model.lora.rank else BACKWARD
-
-    @property
-    def recomputed(self) -> tuple[float, float]:
-        """Shares of the forward pass of the layers' matrices, and of attention, that the backward pass recomputes: all
-        but `down`, whose output is needed only for a router's gradient. The head is always computed again."""
-        shape, mode = self.shape, self.cfg.model.gradient_checkpointing
-        h = shape.hidden_size
-        wide = 0 if shape.experts else h * shape.intermediate_size  # up or down
+    def backward(self) -> Pass:
+        """Without weight gradients (LoRA) matrices cost half as much. All but `down`, whose output is needed only for a
+        router's gradient, is computed again (`full`), or all but `down`, k, o, up and attention (`selective`); the head
+        always is."""
+        shape, mode, lora = self.shape, self.cfg.model.gradient_checkpointing, self.cfg.model.lora.rank > 0
+        wide = 0 if shape.experts else shape.hidden_size * shape.intermediate_size  # down, or up
         whole = shape.layer_matrices - wide
-        kept = h * (shape.attention_size + shape.kv_size) + wide  # selective: k, o and up
-        products = {"full": whole, "selective": whole - kept, "none": 0}[mode]
-        return products / shape.layer_matrices, 1.0 if mode == "full" else 0.0
+        kept = shape.hidden_size * (shape.attention_size + shape.kv_size) + wide
+        again = {"full": whole, "selective": whole - kept, "none": 0}[mode] / shape.layer_matrices
+        return Pass(
+            layers=(1 if lora else 2) + again,
+            head=(1 if lora else 2) + 1,
+            attention=1 if mode == "full" else 0,
+            attention_backward=2.5,  # it computes its scores once more
+            elementwise=2.2 + (mode != "none"),
+            logit_bytes=self._logit_bytes[1],
+            head_bytes=0 if lora else GRADIENT_OF_HEAD,
+        )
 
     @property
-    def backward_flops(self) -> float:
-        again, attention_again = self.recomputed
-        matrices = self.layers * (self.backward + again) + self.head * (self.backward + 1)
-        return matrices + self.attention * (ATTENTION_BACKWARD + attention_again)
+    def _logit_bytes(self) -> tuple[int, int]:
+        return LOGIT[self.cfg.actor.compile, self.cfg.model.head_dtype == "float32"]
 
-    def forward_s(self) -> dict[str, float]:
+    @property
+    def _flops(self) -> tuple[float, float]:
+        """Of the layers' matrices and of the head in a forward pass."""
+        head = self.shape.head_flops
+        return (self.shape.flops_per_token - head) * self.tokens, head * self.responses
+
+    def flops(self, of: Pass) -> float:
+        layers, head = self._flops
+        return layers * of.layers + head * of.head + self.attention * (of.attention + of.attention_backward)
+
+    def seconds(self, of: Pass) -> dict[str, float]:
         """GPU seconds by kind of work."""
-        forward, _ = ATTENTION_SHARES[attention_of(self.cfg)]
+        plan, shape, (layers, head) = self.cfg.plan, self.shape, self._flops
+        forward, backward = ATTENTION_SHARES[attention_of(self.cfg)]
+        attention = self.attention * (of.attention / forward + of.attention_backward / backward)
+        logits = self.responses * shape.vocab_size
+        chunks = self.micro_batches * math.ceil(logits / self.micro_batches / LOGITS_CHUNK_ELEMENTS["cuda"])
+        at_head = of.logit_bytes * logits + of.head_bytes * chunks * shape.embedding_parameters
+        product_s = 1 / (plan.matrix_share * plan.gpu_flops)
         return {
-            "matrices": self._multiplying(self.layers),
-            "attention": self.attention / (forward * self.cfg.plan.gpu_flops),
-            "elementwise": moving_s(self.cfg, self._elementwise),
-            "head": self._multiplying(self.head) + moving_s(self.cfg, self._logits[0]),
+            "matrices": layers * of.layers * product_s,
+            "attention": attention / plan.gpu_flops,
+            "elementwise": moving_s(self.cfg, self._layer_bytes * of.elementwise * self.tokens),
+            "head": head * of.head * product_s + moving_s(self.cfg, at_head),
         }
 
-    def backward_s(self) -> dict[str, float]:
-        forward, backward = (share * self.cfg.plan.gpu_flops for share in ATTENTION_SHARES[attention_of(self.cfg)])
-        again, attention_again = self.recomputed
-        once_more = 0.0 if self.cfg.model.gradient_checkpointing == "none" else 1.0
-        logits = self._logits[1] + (0.0 if self.cfg.model.lora.rank else self._gradient_of_head)
-        return {
-            "matrices": self._multiplying(self.layers * (self.backward + again)),
-            "attention": self.attention * (ATTENTION_BACKWARD / backward + attention_again / forward),
-            "elementwise": moving_s(self.cfg, self._elementwise * (ELEMENTWISE_BACKWARD + once_more)),
-            "head": self._multiplying(self.head * (self.backward + 1)) + moving_s(self.cfg, logits),
-        }
-
-    def _multiplying(self, flops: float) -> float:
-        return flops / (self.cfg.plan.matrix_share * self.cfg.plan.gpu_flops)
-
     @property
-    def _elementwise(self) -> float:
-        """Bytes of the layers in a forward pass: norms and residuals, rotation, gate times up, experts' rows."""
-        shape = self.shape
-        h, rotated, i = shape.hidden_size, shape.attention_size + shape.kv_size, shape.mlp_width
-        rows = shape.experts_per_token * h
-        if self.cfg.actor.compile:
-            width = 16 * h + 4 * rotated + 6 * i + 8 * rows
-        else:
-            width = 84 * h + (56 if shape.qk_norm else 20) * rotated + 10 * i + 12 * rows
-        return width * shape.num_layers * self.tokens
-
-    @property
-    def _logits(self) -> tuple[float, float]:
-        """Bytes of all logits in a forward pass and in a backward pass."""
-        forward, backward = LOGIT[self.cfg.actor.compile, self.cfg.model.head_dtype == "float32"]
-        count = self.shape.vocab_size * self.responses
-        return forward * count, backward * count
-
-    @property
-    def _gradient_of_head(self) -> float:
-        elements = self.responses / self.micro_batches * self.shape.vocab_size
-        chunks = self.micro_batches * math.ceil(elements / LOGITS_CHUNK_ELEMENTS["cuda"])
-        return float(GRADIENT_OF_HEAD * self.shape.embedding_parameters * chunks)
+    def _layer_bytes(self) -> int:
+        """Of a token in all layers, forward: norms and residuals, rotation, gate times up, experts' rows."""
+        shape, compiled = self.shape, self.cfg.actor.compile
+        rotation = 4 if compiled else 56 if shape.qk_norm else 20
+        width = (16 if compiled else 84) * shape.hidden_size + rotation * (shape.attention_size + shape.kv_size)
+        width += (6 if compiled else 10) * shape.mlp_width
+        width += (8 if compiled else 12) * shape.experts_per_token * shape.hidden_size
+        return width * shape.num_layers

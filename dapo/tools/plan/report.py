@@ -1,7 +1,6 @@
 """Writes the plan as text: memory of a rank and of an engine, checkpoint, one step's work and time, with arithmetic."""
 
 import textwrap
-from collections import Counter
 
 from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
 from dapo.config.facts.model_shape import ModelShape
@@ -12,6 +11,8 @@ from dapo.tools.plan.fit import OTHER_LOSS, Change, hints, levers, room_for_acto
 from dapo.tools.plan.operations import attention_of
 from dapo.tools.plan.step import TEXT_BYTES, Lead, Step, mean_tokens, on_disk
 from dapo.tools.plan.terms import duration, short, size, table, together
+
+AGAIN = "to compute again what running requests had in the KV cache at the sync (weight_sync.keep_kv_cache)"
 
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
@@ -94,7 +95,7 @@ def _disk(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 
 def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     step, packing, (prompt, response) = Step(cfg, shape), Step(cfg, shape).packing, mean_tokens(cfg)
-    again, attention_again = step.epoch.recomputed
+    backward = step.epoch.backward
     epochs = f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""
     return [
         f"ONE STEP (assumed lengths: mean prompt {prompt:,}, mean response {response:,} tokens, log-normal with sigma "
@@ -105,8 +106,8 @@ def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{step.kept_rate:g} (assumed share of mixed groups)",
         f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",
         *(f"  pass for {name}: {short(part * step.forward_flops, 'FLOP')}" for name, part in step.extra_passes.items()),
-        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {step.epoch.backward:g} + {again:.2f} again) "
-        f"+ head x (1 + {step.epoch.backward:g} + 1 again) + attention x (1 + 2.5 + {attention_again:g} again){epochs}",
+        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {backward.layers:.2f}) + head x "
+        f"(1 + {backward.head}) + attention x (1 + {backward.attention + backward.attention_backward:g}){epochs}",
         f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.rank_groups} groups of ranks, "
         f"{packing.filled:.0%} full; the mean rank does {packing.balance:.0%} of the heaviest's work",
     ]
@@ -132,25 +133,17 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
         f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
         f"{duration(longest_s)}",
+        *([f"    of that {duration(again_s)} {AGAIN}"] if (again_s := step.again_s(engine)) else ()),
         f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}",
     ]
-    if again_s := step.again_s(engine):
-        lines.insert(
-            -1,
-            f"    of that {duration(again_s)} to compute again what running requests had in the KV cache at the sync "
-            "(weight_sync.keep_kv_cache)",
-        )
     for name, (computing, wire) in step.passes.items():
         lines.append(
             f"    {name}: {duration(computing)} of computing, overlapped with {duration(wire)} of communication"
         )
-    kinds: Counter[str] = Counter()
-    for each in step.work.values():
-        kinds.update(each)
-    shares = ", ".join(
-        f"{kind} {s / kinds.total():.0%}" for kind, s in kinds.most_common() if s > 0.005 * kinds.total()
-    )
-    lines.append(f"    computing: {shares}")
+    kinds = {kind: sum(each.get(kind, 0) for each in step.work.values()) for kind in (*step.work["forward"], "AdamW")}
+    shares = [(seconds / sum(kinds.values()), kind) for kind, seconds in kinds.items()]
+    words_of = [f"{kind} {share:.0%}" for share, kind in sorted(shares, reverse=True) if share > 0.005]
+    lines.append(f"    computing: {', '.join(words_of)}")
     if step.offload_s:
         lines.append(f"    gradients added up on the host, with nothing computed meanwhile: {duration(step.offload_s)}")
     gather, send, load = (f"{seconds * 1000:.0f} ms" for seconds in step.bucket_s)

@@ -39,14 +39,9 @@ def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
     return prompt, cfg.plan.mean_response_tokens or max(1, cfg.data.max_response_length // 3)
 
 
-def response_lengths(cfg: PlannedConfig, count: int) -> tuple[int, ...]:
-    """Returns `count` lengths with the assumed mean, in a fixed random order."""
-    cap = cfg.data.max_response_length
-    return _lengths(cap, min(mean_tokens(cfg)[1], cap), cfg.plan.length_sigma, count)
-
-
 @cache
-def _lengths(cap: int, wanted: int, sigma: float, count: int) -> tuple[int, ...]:
+def response_lengths(cap: int, wanted: int, sigma: float, count: int) -> tuple[int, ...]:
+    """Returns `count` lengths up to `cap` with the mean `wanted`, in a fixed random order. sigma: of their log."""
     rng = random.Random(0)
     spread = [math.exp(sigma * rng.gauss(0, 1)) for _ in range(count)]
     low, high = 0.0, 4.0 * cap
@@ -98,7 +93,9 @@ class Step:
 
     @cached_property
     def responses(self) -> tuple[int, ...]:
-        return response_lengths(self.cfg, SAMPLED_MINIBATCHES * self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n)
+        cap, count = self.cfg.data.max_response_length, self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
+        wanted = min(mean_tokens(self.cfg)[1], cap)
+        return response_lengths(cap, wanted, self.cfg.plan.length_sigma, SAMPLED_MINIBATCHES * count)
 
     @property
     def kept_rate(self) -> float:
@@ -158,11 +155,11 @@ class Step:
 
     @property
     def forward_flops(self) -> float:
-        return self.epoch.forward_flops
+        return self.epoch.flops(self.epoch.forward)
 
     @property
     def update_flops(self) -> float:
-        return (self.epoch.forward_flops + self.epoch.backward_flops) * self.cfg.actor.ppo_epochs
+        return (self.forward_flops + self.epoch.flops(self.epoch.backward)) * self.cfg.actor.ppo_epochs
 
     @property
     def extra_passes(self) -> dict[str, float]:
@@ -206,22 +203,19 @@ class Step:
     def bucket_s(self) -> tuple[float, float, float]:
         """Seconds to gather a full bucket of the weight sync, to send it from one adapter to all engines (0 by IPC),
         and to load it. While a bucket is sent and loaded the ranks gather the next."""
-        plan, size, shards = self.cfg.plan, self._bucket_bytes, ActorMemory(self.cfg, self.shape).shards
+        plan, shards = self.cfg.plan, ActorMemory(self.cfg, self.shape).shards
+        size = bucket_term(self.cfg, self.shape, "bucket", 1).amount
         gpus = self.cfg.actor.num_workers + self.cfg.rollout.num_engines * gpus_per_engine(self.cfg.rollout.vllm)
         wire = plan.node_bandwidth if gpus <= plan.gpus_per_node else plan.network_bandwidth
         sent = size / wire if resolve_transport(self.cfg) == "broadcast" else 0.0
         return (1 - 1 / shards) * size / self.bandwidth, sent, size / plan.sync_bandwidth
 
     @property
-    def _bucket_bytes(self) -> float:
-        return bucket_term(self.cfg, self.shape, "bucket", 1).amount
-
-    @property
     def sync_s(self) -> float:
         gather, send, load = self.bucket_s
-        later = self.sync_bytes / self._bucket_bytes - 1
-        launched = self.shape.num_layers * self.cfg.plan.sync_layer_s
-        return launched + gather + later * max(gather, send + load) + send + load
+        buckets = self.sync_bytes / (load * self.cfg.plan.sync_bandwidth)
+        first = self.shape.num_layers * self.cfg.plan.sync_layer_s + gather + send + load
+        return first + (buckets - 1) * max(gather, send + load)
 
     @property
     def overlaps(self) -> bool:
@@ -250,14 +244,14 @@ class Step:
             return found | {"waiting for the host": max(0.0, part * launching - sum(found.values()))}
 
         epochs, extra = cfg.actor.ppo_epochs, self.extra_passes.items()
-        once = epoch.forward_s(), rounds * gathered, micro_batches * without_gradient
+        once = epoch.seconds(epoch.forward), rounds * gathered, micro_batches * without_gradient
         again = rounds * gathered if cfg.actor.reshard_after_forward else micro_batches * piled
         moved = optimizer_steps(cfg) * OPTIMIZER * memory.trained / memory.shards
         on_host = cfg.actor.offload == "host"
         return {
             **{name: one(*once, part / epochs) for name, part in extra},
-            "forward": one(epoch.forward_s(), rounds * gathered, micro_batches * forward),
-            "backward": one(epoch.backward_s(), again + rounds * reduced, micro_batches * backward),
+            "forward": one(epoch.seconds(epoch.forward), rounds * gathered, micro_batches * forward),
+            "backward": one(epoch.seconds(epoch.backward), again + rounds * reduced, micro_batches * backward),
             "optimizer": {"AdamW": moved / cfg.plan.host_bandwidth if on_host else moving_s(cfg, moved)},
         }
 
@@ -290,7 +284,7 @@ class Step:
     def mfu(self) -> float:
         """Model FLOPs utilization of forward, backward and optimizer; backward counts twice forward, once with LoRA."""
         seconds = sum(max(self.passes[name]) for name in ("forward", "backward", "optimizer")) + self.offload_s
-        flops = (1 + self.epoch.backward) * self.forward_flops * self.cfg.actor.ppo_epochs
+        flops = (2 if self.cfg.model.lora.rank else 3) * self.forward_flops * self.cfg.actor.ppo_epochs
         return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
@@ -344,8 +338,7 @@ class Lead:
             return 0.0
         if device_of(self.cfg) == "cpu":
             return CPU_UPDATE_S
-        step = Step(self.cfg, self.shape)
-        return step.update_s + step.sync_s
+        return Step(self.cfg, self.shape).update_s + Step(self.cfg, self.shape).sync_s
 
     @cached_property
     def save_s(self) -> float:
