@@ -151,10 +151,14 @@ class EngineMemory:
         """Number of longest sequences that the cache holds."""
         return self.kv_tokens / self.sequence_tokens
 
+    @staticmethod
+    def held(prompt: int, responses: Sequence[int]) -> float:
+        """Mean tokens of a growing sequence; longer ones are present for longer (`workers.capacity`)."""
+        return sum(r * (prompt + r / 2) for r in responses) / sum(responses)
+
     def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
-        """Number of growing sequences that the cache holds; longer ones are present for longer (`workers.capacity`)."""
-        held = sum(r * (prompt + r / 2) for r in responses) / sum(responses)
-        return self.kv_tokens / (held + self.block / 2)
+        """Number of growing sequences that the cache holds."""
+        return self.kv_tokens / (self.held(prompt, responses) + self.block / 2)
 
     def running(self, prompt: int, responses: Sequence[int]) -> int:
         return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))
