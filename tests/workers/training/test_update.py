@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.algorithm.schedule import learning_rates
 from dapo.config.algorithm import (
@@ -25,7 +26,7 @@ from dapo.types import TrainBatch, TrainSequence
 from dapo.workers.actor import ActorWorker, RankWork
 from dapo.workers.training.collective_errors import Refused
 from dapo.workers.training.update import NonFiniteError, dice
-from dapo.workers.training.update_metrics import WeightParityError
+from dapo.workers.training.update_metrics import Totals, WeightParityError
 from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
@@ -69,6 +70,17 @@ def reinforced(mode: str) -> dict[str, Any]:
 def corrected(mode: str, level: str) -> dict[str, Any]:
     lower, upper = (0.99, 1.01) if level == "geometric" else (0.9, 1.2)
     return {"rollout_correction": RolloutCorrectionConfig(mode=mode, level=level, lower=lower, upper=upper)}
+
+
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what would wait for a GPU: values that the host reads, and shapes that depend on values."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not WAITS & {*operator.tags}, f"{operator} waits for the device"
+        return operator(*args, **kwargs or {})
 
 
 def steps(metrics: dict[str, float]) -> dict[str, float]:
@@ -125,9 +137,21 @@ ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
     ],
 )
 def test_update_and_metrics_are_those_of_plain_torch(
-    rank: ActorWorker, model_dir: Path, order: tuple[int, ...], algorithm: dict[str, Any]
+    rank: ActorWorker,
+    model_dir: Path,
+    order: tuple[int, ...],
+    algorithm: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Between the first micro-batch of an optimizer step and its totals, the host never waits for the device."""
     cfg = reset(rank, algorithm, optim={"lr": 1e-2})
+    step = rank._updater._forward_backward
+
+    def watched(*args: Any) -> Totals:
+        with NeverWaits():
+            return step(*args)
+
+    monkeypatch.setattr(rank._updater, "_forward_backward", watched)
     noise = 0.42 if cfg.algorithm.rollout_correction.mode == "icepop" else 0.3  # its bounds are wide
     minibatches = tuple(mismatched(model_dir, seed, stale=noise) for seed in sorted(set(order)))
     batch = TrainBatch(version=20, minibatches=minibatches, order=order)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from dapo.config.rules.model import MASKLESS, OTHER, why_not_packed
 from dapo.workers.training.forward.ulysses import gather_heads, scatter_heads
@@ -204,9 +203,5 @@ def _with_prompts(x: Tensor, segments: Segments) -> list[Tensor]:
     ]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Makes no mask: the segments replace it."""
-
-
+# Without a mask function of this name transformers makes no mask. Before it calls one, it reads positions on the host.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
