@@ -247,7 +247,8 @@ class RolloutConfig(SamplingConfig):
     engines_per_gpu: int = at_least(
         1,
         1,
-        "engines that share one GPU, with `trainer.colocate=time`; 2 to 4 pay for models of at most 3B",
+        "engines that share one GPU, with `trainer.colocate=time`: for models of at most 3B, whose engines wait for their "
+        "host process",
         resume="harmless",
     )
     cpu_threads: int = at_least(1, 1, "threads of an engine without GPU", resume="harmless")

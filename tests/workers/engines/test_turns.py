@@ -31,7 +31,7 @@ class Slot:
         self.let_start.set()
         self.refuses, self.known = "", False
         self.limit = SimpleNamespace(spent=lambda: self.restarts >= 5, add=lambda: None, worked=lambda: None, most=5)
-        self.failures = []
+        self.failures, self.like = [], None
 
     started = property(lambda self: self.size is not None)
 
@@ -40,6 +40,10 @@ class Slot:
         if self.failures:
             raise RemoteError(self.failures.pop(0))
         self.size = 1
+
+    def as_large_as(self, other):
+        assert other.started
+        self.like = other.number
 
     async def restart(self, *arguments):
         self.restarts, self.known, self.rested, self.worker = self.restarts + 1, False, False, object()
@@ -128,6 +132,32 @@ def test_an_engine_that_does_not_start_at_first_is_started_again(failures, resta
         assert asyncio.run(whole()) == (restarts, [True, True])
     told = failures[:-1] if restarts is None else failures
     assert said == [f"engine 1 did not start, and is started again: {why}" for why in told]
+
+
+@pytest.mark.parametrize(
+    ("options", "alone", "like"),
+    [({"num_gpus": 0}, [0, 2], [None, 0, None, 2]), ({}, [0, 1, 2, 3], [None] * 4)],
+    ids=["on GPUs of ranks", "on a CPU"],
+)
+def test_of_engines_on_one_gpu_the_first_starts_alone_and_the_others_take_its_cache_size(
+    options, alone, like, monkeypatch
+):
+    """vLLM measures by what is free on the GPU, which an engine that starts beside it would change."""
+    monkeypatch.setattr(keeping, "EngineSlot", Slot)
+
+    async def whole():
+        cfg = RolloutConfig(num_engines=4, engines_per_gpu=2)
+        keeper = keeping.Keeper([options] * 4, cfg, lambda line: None, lambda number: None, lambda number: None)
+        keeper.slots[0].let_start.clear()
+        starting = asyncio.create_task(keeper.start("model", {}, lambda number: ()))
+        await settled()
+        assert [slot.number for slot in keeper.slots if slot.started] == [number for number in alone if number]
+        keeper.slots[0].let_start.set()
+        await starting
+        assert [slot.like for slot in keeper.slots] == like and all(slot.serving for slot in keeper.slots)
+        await keeper.stop(0.0)
+
+    asyncio.run(whole())
 
 
 async def settled():
