@@ -247,7 +247,7 @@ class RolloutConfig(SamplingConfig):
     engines_per_gpu: int = at_least(
         1,
         1,
-        "engines that share one GPU, with `trainer.colocate=time`: for models of at most 3B, whose engines wait for their "
+        "engines that share a GPU (`trainer.colocate=time`), for models of at most 3B, whose engines wait for their "
         "host process",
         resume="harmless",
     )

@@ -2,7 +2,8 @@
 
 torch lets a device be registered in Python, and computes on it with tensors that have device, type and shape and no
 values. What a rank does runs as it would with CUDA, kernels for packed sequences included. An operation on tensors of
-two devices raises, and so does one that reads a value, for which the host would wait. Prints a JSON line per case, or ends with the error.
+two devices raises, and so does one that reads a value, for which the host would wait. Prints a JSON line per case, or
+ends with the error.
 """
 
 import json

@@ -321,7 +321,7 @@ def test_an_engine_whose_gpus_are_not_to_be_had_is_one_that_does_not_start(monke
 )
 def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_start(monkeypatch, options, own, again):
     """vLLM measures what is free, and ranks that free or take memory meanwhile mislead it or fail its assertion."""
-    asked, sizes = [], iter([7, 0, 0])  # vLLM measures nothing where it is told
+    asked, sizes = [], iter([7, 0, 0, 0])  # vLLM measures nothing where it is told
 
     async def started(model, arguments, gpus):
         asked.append(arguments.get("kv_cache_memory_bytes"))
@@ -331,14 +331,16 @@ def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_s
         slot.worker = SimpleNamespace(start=SimpleNamespace(remote=started))
 
     monkeypatch.setattr(slots.EngineSlot, "_make", make)
-    slot = slots.EngineSlot(0, options, RolloutConfig())
+    slot, other = (slots.EngineSlot(number, options, RolloutConfig()) for number in range(2))
 
     async def starts():
         for start in (slot.start, slot.restart, slot.restart):
             await start("model", own, lambda number: ())
+        other.as_large_as(slot)
+        await other.start("model", own, lambda number: ())
 
     asyncio.run(starts())
-    assert asked == [own.get("kv_cache_memory_bytes"), again, again]
+    assert asked == [own.get("kv_cache_memory_bytes"), again, again, again]
 
 
 class Asked(RolloutPool):
@@ -360,3 +362,24 @@ def test_a_canary_is_sampled_at_the_temperature_of_the_run_and_never_with_the_sa
     for slot.restarts in (1, 1, 1, 2):
         asyncio.run(pool._canary(slot))  # type: ignore[arg-type]
     assert [*pool.asked.values()] == [(0.6, 1), (0.6, 2), (0.6, 3), (0.6, 4)], "each has a name of its own"
+
+
+def test_each_of_the_engines_on_a_gpu_opens_handles_of_its_own() -> None:
+    """A handle of CUDA memory is for one other process."""
+    opened: dict[int, Any] = {}
+
+    class Worker:
+        def __init__(self, number: int) -> None:
+            self.connect_weights = SimpleNamespace(remote=lambda info: opened.update({number: info}))
+
+    class Connected(RolloutPool):
+        def __init__(self) -> None:
+            self._cfg, self._processes = RolloutConfig(engines_per_gpu=2), 1
+            self._slots = [SimpleNamespace(worker=Worker(number)) for number in range(4)]
+
+        async def _all(self, *calls: Any) -> None: ...
+
+    memory = {"one GPU": ["first", "second"], "another": ["third", "fourth"]}
+    asyncio.run(Connected().connect_weights({"memory": memory}, (0, 2, 3), 1.0))
+    mine = {number: (info["memory"]["one GPU"], info["first_rank"]) for number, info in opened.items()}
+    assert mine == {0: ("first", 1), 2: ("first", 2), 3: ("second", 3)} and memory["another"] == ["third", "fourth"]
