@@ -29,8 +29,8 @@ def _engines_on_a_gpu(cfg: Config) -> Iterator[str]:
     own, gpus = f"`rollout.engines_per_gpu` ({cfg.rollout.engines_per_gpu})", gpus_per_engine(cfg.rollout.vllm)
     if cfg.trainer.colocate != "time":
         yield (
-            f"{own} must be 1 with `trainer.colocate` ({cfg.trainer.colocate}): NCCL, which brings the weights then, takes "
-            "no two members on one GPU; set it to 1, or `trainer.colocate=time`"
+            f"{own} must be 1 with `trainer.colocate` ({cfg.trainer.colocate}): NCCL, which brings the weights then, "
+            "takes no two members on one GPU; set it to 1, or `trainer.colocate=time`"
         )
     if gpus > 1:
         yield (
@@ -40,8 +40,8 @@ def _engines_on_a_gpu(cfg: Config) -> Iterator[str]:
     share, most = cfg.rollout.vllm.get("gpu_memory_utilization"), GPU_MEMORY_UTILIZATION / cfg.rollout.engines_per_gpu
     if share is None or (isinstance(share, int | float) and share * cfg.rollout.engines_per_gpu > 1):
         yield (
-            f"`rollout.vllm.gpu_memory_utilization` ({'missing' if share is None else share}) is the share of one engine "
-            f"of a GPU, which has {own}; set it to {math.floor(100 * most) / 100} or less"
+            f"`rollout.vllm.gpu_memory_utilization` ({'missing' if share is None else share}) is the share of one "
+            f"engine, and a GPU has {own}; set it to {math.floor(100 * most) / 100} or less"
         )
 
 

@@ -58,8 +58,9 @@ def test_engines_on_one_gpu_each_take_their_share_of_it():
     told = report(cfg, shape)
     assert "both on the same 1, in turn" in told and "ENGINE (1 of 2, per GPU of 1, 2 on each)" in told
     assert "2 on each" not in report(alone, shape)
-    [problem] = problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.46}), shape)
-    assert problem.startswith("2 engines leave 11.28 GB of a GPU, and an actor rank needs")
+    small = {"rollout.vllm.gpu_memory_utilization": 0.46, "plan.gpu_memory_bytes": 40e9}
+    [problem] = problems(changed(cfg, small), shape)
+    assert problem.startswith("2 engines leave 3.20 GB of a GPU, and an actor rank needs")
     assert "rollout.engines_per_gpu=1 rollout.num_engines=1" in problem
 
 
