@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.algorithm.schedule import learning_rates
 from dapo.config.algorithm import (
@@ -29,6 +28,7 @@ from dapo.workers.training.update import NonFiniteError, dice
 from dapo.workers.training.update_metrics import Totals, WeightParityError
 from tests.support.training.plain_reference import (
     LENGTHS,
+    NeverWaits,
     distance,
     full_weights,
     make_config,
@@ -70,17 +70,6 @@ def reinforced(mode: str) -> dict[str, Any]:
 def corrected(mode: str, level: str) -> dict[str, Any]:
     lower, upper = (0.99, 1.01) if level == "geometric" else (0.9, 1.2)
     return {"rollout_correction": RolloutCorrectionConfig(mode=mode, level=level, lower=lower, upper=upper)}
-
-
-WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-class NeverWaits(TorchDispatchMode):
-    """Refuses what would wait for a GPU: values that the host reads, and shapes that depend on values."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not WAITS & {*operator.tags}, f"{operator} waits for the device"
-        return operator(*args, **kwargs or {})
 
 
 def steps(metrics: dict[str, float]) -> dict[str, float]:
