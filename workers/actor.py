@@ -149,6 +149,7 @@ class ActorWorker:
             bucket_bytes=self._cfg.weight_sync.bucket_bytes,
             rank=self._rank,
             device=torch.device(self._device, 0),
+            readers=self._cfg.rollout.engines_per_gpu,
         )
         endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return sender.num_buckets, endpoint

@@ -46,7 +46,7 @@ def halve_roles(cfg: Config) -> None:
     """Removes, in place, the role that half a run (`trainer.only`) does not need."""
     if cfg.trainer.only == "both":
         return
-    cfg.trainer.colocate = "none"
+    cfg.trainer.colocate, cfg.rollout.engines_per_gpu = "none", 1
     if cfg.trainer.only == "rollout":
         cfg.actor.num_workers = 0
     else:

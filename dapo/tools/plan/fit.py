@@ -30,7 +30,8 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     memory = float(cfg.plan.gpu_memory_bytes)
     if device_of(cfg) == "cpu" or not shares_gpus(cfg):
         return memory
-    return memory - EngineMemory(cfg, shape).asleep().amount
+    engine = EngineMemory(cfg, shape)
+    return memory - engine.sharing * engine.asleep().amount
 
 
 def _lacks(cfg: PlannedConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -52,14 +53,14 @@ def _lacks(cfg: PlannedConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:
                 f"the ranks of a node keep {size(host)} in host memory, and `plan.host_memory_bytes` is "
                 f"{size(plan.host_memory_bytes)}",
             )
-        left, beyond = memory - engine.taken, together(engine.beyond())
+        left, beyond = memory - engine.sharing * engine.taken, together(engine.beyond())
         if beyond and beyond > left:
             yield "sync", f"an engine leaves {size(left)} of a GPU, and a weight sync needs {size(beyond)} there"
         if shares_gpus(cfg) and (beside := actor.beside()).total > left:
             yield (
                 "turn",
-                f"an engine leaves {size(left)} of a GPU, and an actor rank needs {size(beside.total)} there while the "
-                f"engine has it ({beside.name})",
+                f"{'an engine leaves' if engine.sharing == 1 else f'{engine.sharing} engines leave'} {size(left)} of a "
+                f"GPU, and an actor rank needs {size(beside.total)} there meanwhile ({beside.name})",
             )
     if engine.at_full_length < 1:
         *used, cache = engine.terms()
@@ -119,6 +120,9 @@ def _engine_changes(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory)
         now = int(100 * engine.utilization)
         yield from ({UTILIZATION: percent / 100} for percent in range(now - 1, 0, -1))
         yield from ({UTILIZATION: percent / 100} for percent in range(now + 1, HIGHEST_UTILIZATION + 1))
+    if engine.sharing > 1:
+        yield {"rollout.engines_per_gpu": 1, "rollout.num_engines": cfg.actor.num_workers}
+        return
     for n in shape.head_shares:
         gpus = engine.gpus // engine.tensor_parallel * n
         wider: Change = {"rollout.vllm.tensor_parallel_size": n}

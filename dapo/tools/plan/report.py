@@ -24,7 +24,8 @@ def report(cfg: PlannedConfig, shape: ModelShape) -> str:
 
 
 def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
+    engine = EngineMemory(cfg, shape)
+    gpus = cfg.rollout.num_engines * engine.gpus // engine.sharing
     layout = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
     if cfg.trainer.colocate == "time":
         layout = f"both on the same {max(gpus, cfg.actor.num_workers)}, in turn"
@@ -72,7 +73,8 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
     layers, heads, head_dim, width = engine.kv_factors
     return [
-        f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
+        f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus}"
+        f"{f', {engine.sharing} on each' if engine.sharing > 1 else ''})",
         *table(engine.terms(), "together"),
         *(["beyond its share, in a weight sync:", *table(engine.beyond(), "together")] if engine.beyond() else ()),
         f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = 2 x {layers} layers x "

@@ -19,7 +19,6 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from dapo.config.actor import PACKED_ATTENTION as PACKED
 from dapo.config.rules.model import MASKLESS, OTHER, why_not_packed
@@ -324,9 +323,5 @@ def _with_prompts(x: Tensor, segments: Segments) -> list[Tensor]:
     ]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Makes no mask: the segments replace it."""
-
-
+# Without a mask function of this name transformers makes no mask. Before it calls one, it reads positions on the host.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -47,7 +47,7 @@ class MicroBatch:
     support_logprobs: Tensor | None  # [R, K] float32, of `dapo.types.Support`, padded by -inf
     advantages: Tensor  # [R] float32
     weights: Tensor  # [R] float32
-    segment_ids: Tensor  # [R] int64, index of the token's sequence
+    segment_ids: Tensor  # [R] int64, number of the token's sequence; those without a sampled token are not counted
     staleness: Tensor  # [R] int64, see `TrainSequence`
     experts: Tensor | None = None  # [t, layers, k] int16, to replay; `OWN` where the router chooses itself
 
@@ -96,7 +96,7 @@ def collate(
         support_logprobs=None if (likely := _padded(sequences, "logprobs", -np.inf)) is None else to(likely),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
-        segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
+        segment_ids=to(np.unique(np.repeat(np.arange(len(sequences)), counts), return_inverse=True)[1]),
         staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
         experts=None if experts is None else to(experts[own]),
     )
