@@ -295,7 +295,7 @@ class Step:
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
         speed = engine.gpus * self.cfg.plan.gpu_flops * self.cfg.plan.matrix_share
         computing = running * self.shape.flops_per_token / speed
-        on_gpu = max(reading, computing) + self.cfg.plan.engine_step_s
+        on_gpu = engine.sharing * max(reading, computing) + self.cfg.plan.engine_step_s
         return max(on_gpu, running * self.cfg.plan.engine_sequence_s)
 
     def again_s(self, engine: EngineMemory) -> float:
