@@ -236,6 +236,12 @@ class WeightSyncConfig:
         "bytes of one transfer",
         verl=f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes, {ROLLOUT}.update_weights_bucket_megabytes",
     )
+    keep_kv_cache: bool = key(
+        False,
+        "keep the keys and values of running requests through a sync, although they are of the old weights; needs "
+        "`filter_groups.max_staleness` and a correction",
+        resume="course",
+    )
     max_mean_logprob_diff: float = positive(
         0.05,
         "largest mean difference of log-probabilities between actors and engines, in nats; above it a batch "
