@@ -387,7 +387,7 @@ def _kept_cache(cfg: Config) -> Iterator[str]:
     own, staleness = "`weight_sync.keep_kv_cache` (true)", cfg.filter_groups.max_staleness
     if cfg.trainer.colocate == "time" or not staleness:
         yield (
-            f"{own} is for requests that run during a weight sync; with `filter_groups.max_staleness` ({staleness}) and "
+            f"{own} is for requests that run during a sync; with `filter_groups.max_staleness` ({staleness}) and "
             f"`trainer.colocate` ({cfg.trainer.colocate}) none do: take 1 or more, and none or lend, or set it to false"
         )
     if not corrects(cfg.algorithm):
