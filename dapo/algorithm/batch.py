@@ -235,7 +235,7 @@ def _sequence(
 
 
 def _staleness(response: Response, version: int, *, kept: bool) -> Int32Array:
-    """kept: with `weight_sync.keep_kv_cache` a token is as old as its response's first, whose keys it attends to."""
+    """kept: with `weight_sync.keep_kv_cache` a token is as old as the first span, whose keys it attends to."""
     staleness = np.zeros(len(response.token_ids), dtype=np.int32)
     for span in response.policy_versions:
         staleness[span.start : span.end] = version - (response.policy_versions[0] if kept else span).version

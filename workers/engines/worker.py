@@ -5,7 +5,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -175,8 +175,8 @@ class RolloutWorker:
             VersionSpan(version=int(span.version), start=span.start, end=span.end)
             for span in completion.weight_versions or ()
         ]
-        if self._keeps and spans:  # what began in the queue or within its prompt may attend to older keys there
-            spans[0] = replace(spans[0], version=min(spans[0].version, since))
+        if self._keeps and spans and spans[0].version > since:  # its prompt may have keys of older weights
+            spans.insert(0, VersionSpan(version=since, start=0, end=0))
         return Response(
             token_ids=np.asarray(whole[len(before) :], dtype=np.int32),
             rollout_logprobs=logprobs[:length],
