@@ -153,12 +153,16 @@ def _staleness_metrics(groups: Sequence[Group], sequences: Sequence[TrainSequenc
     # Per sequence: one array of 40 million tokens would block the driver for seconds.
     each = [sequence.staleness for sequence in sequences if len(sequence.staleness)]
     tokens = max(1, sum(map(len, each)))
-    crossed = [len({s.version for s in one.policy_versions}) > 1 for group in groups for one in group.responses]
+    versions = [
+        {span.version for span in one.policy_versions if span.end > span.start}
+        for group in groups
+        for one in group.responses
+    ]
     return {
         "batch/staleness_mean": sum(int(one.sum(dtype=np.int64)) for one in each) / tokens,
         "batch/staleness_max": max((int(one.max()) for one in each), default=0),
         "batch/stale_tokens": sum(int(np.count_nonzero(one)) for one in each) / tokens,
-        "batch/crossed_responses": float(np.mean(crossed)),
+        "batch/crossed_responses": sum(len(one) > 1 for one in versions) / len(versions),
     }
 
 
