@@ -101,7 +101,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
+    """Tokens [start, end) of a response were sampled by policy `version` (number of completed updates). The first span
+    may be empty: the keys of the prompt may be of that policy (`weight_sync.keep_kv_cache`)."""
 
     version: int
     start: int
@@ -295,10 +296,11 @@ class TrainSequence:
     token_ids: [P + R]. token_mask: [R], true at the S response tokens that the policy sampled; None: all, S = R. The
     others are only context, never predicted, and have no further values here. rollout_logprobs: [S]. advantage: one
     number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
-    (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
-    update starts from. support: S positions; in a run all sequences have it or none. prompt_experts:
-    [P - 1, layers, k], equal in all responses to a prompt; experts: [R, layers, k], of the last prompt token and all
-    response tokens but the last. None: the actors choose experts themselves.
+    (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token (with
+    `weight_sync.keep_kv_cache` that of its response's first span) and the one that the update starts from. support: S
+    positions; in a run all sequences have it or none. prompt_experts: [P - 1, layers, k], equal in all responses to a
+    prompt; experts: [R, layers, k], of the last prompt token and all response tokens but the last. None: the actors
+    choose experts themselves.
     """
 
     token_ids: Int32Array

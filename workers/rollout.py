@@ -329,9 +329,11 @@ class RolloutPool:
         calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
         await self._all(calls, members, timeout_s, "to open the weight sync")
 
-    async def start_update(self, members: Sequence[int], timeout_s: float) -> None:
-        """Pauses all requests of these engines until `finish_update`."""
-        calls = [self._slots[k].worker.start_update.remote() for k in members]
+    async def start_update(self, version: int, keep: bool, members: Sequence[int], timeout_s: float) -> None:
+        """Pauses all requests of these engines until `finish_update`. keep: their KV cache stays, except where
+        `version` was served before, perhaps with other weights."""
+        slots = [self._slots[k] for k in members]
+        calls = [slot.worker.start_update.remote(keep and version > slot.version) for slot in slots]
         await self._all(calls, members, timeout_s, "to pause")
 
     async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None:

@@ -198,7 +198,9 @@ def _minibatch(
     weights = _token_weights(torch.tensor(lengths), [len(group.responses) for group in groups], cfg).tolist()
     flat = [advantage for row in advantages for advantage in row]
     return tuple(
-        _sequence(group, response, version, advantage=advantage, token_weight=weight)
+        _sequence(
+            group, response, version, advantage=advantage, token_weight=weight, kept=cfg.weight_sync.keep_kv_cache
+        )
         for (group, response), advantage, weight, length in zip(responses, flat, weights, lengths, strict=True)
         if length > 0
     )
@@ -213,7 +215,7 @@ def _token_weights(lengths: Tensor, group_sizes: Sequence[int], cfg: Config) -> 
 
 
 def _sequence(
-    group: Group, response: Response, version: int, *, advantage: float, token_weight: float
+    group: Group, response: Response, version: int, *, advantage: float, token_weight: float, kept: bool = False
 ) -> TrainSequence:
     prompt = group.draw.prompt
     shared = len(prompt.token_ids) - 1
@@ -223,7 +225,7 @@ def _sequence(
         rollout_logprobs=response.sampled_logprobs,
         advantage=advantage,
         token_weight=token_weight,
-        staleness=_staleness(response, version),
+        staleness=_staleness(response, version, kept=kept),
         token_mask=response.token_mask,
         support=response.sampled_support,
         # Several engines may disagree about a prompt, which the actors compute once: the first response decides.
@@ -232,8 +234,9 @@ def _sequence(
     )
 
 
-def _staleness(response: Response, version: int) -> Int32Array:
+def _staleness(response: Response, version: int, *, kept: bool) -> Int32Array:
+    """kept: with `weight_sync.keep_kv_cache` a token is as old as the first span, whose keys it attends to."""
     staleness = np.zeros(len(response.token_ids), dtype=np.int32)
     for span in response.policy_versions:
-        staleness[span.start : span.end] = version - span.version
+        staleness[span.start : span.end] = version - (response.policy_versions[0] if kept else span).version
     return staleness if response.token_mask is None else staleness[response.token_mask]

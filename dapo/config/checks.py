@@ -67,7 +67,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         *([_sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
         _lengths,
         _greedy,
-        *([_objective, _policy_loss, _correction, quantized_training, replayed_experts] if trains else []),
+        *([_objective, _policy_loss, _correction, _kept_cache, quantized_training, replayed_experts] if trains else []),
         _engine_args,
         _push,
         starts,
@@ -377,4 +377,21 @@ def _correction(cfg: Config) -> Iterator[str]:
             f"`algorithm.rollout_correction.upper` ({correction.upper}) bounds a single token's ratio, but `level` is "
             f"geometric, whose ratio is a mean over the response; give 1.001, say, and at most {MAX_GEOMETRIC} (with "
             "mask, and 0.999 as `lower`)"
+        )
+
+
+def _kept_cache(cfg: Config) -> Iterator[str]:
+    """Refuses to keep what no request has at a sync, and to train on tokens of no single policy as if they were."""
+    if not cfg.weight_sync.keep_kv_cache:
+        return
+    own, staleness = "`weight_sync.keep_kv_cache` (true)", cfg.filter_groups.max_staleness
+    if cfg.trainer.colocate == "time" or not staleness:
+        yield (
+            f"{own} is for requests that run during a sync; with `filter_groups.max_staleness` ({staleness}) and "
+            f"`trainer.colocate` ({cfg.trainer.colocate}) none do: take 1 or more, and none or lend, or set it to false"
+        )
+    if not corrects(cfg.algorithm):
+        yield (
+            f"{own} makes tokens of the new weights and old keys, and nothing corrects for it; set "
+            "`algorithm.rollout_correction.mode` (truncate, say), or it to false"
         )

@@ -133,7 +133,7 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
         **_spread("batch/advantage", [sequence.advantage for sequence in sequences]),
         "batch/tokens_per_group_mean": float(np.mean(tokens)),
         "batch/tokens_per_group_max": float(np.max(tokens)),
-        **_staleness_metrics(sequences),
+        **_staleness_metrics(groups, sequences),
         "batch/filtered": 1.0 - len(sequences) / len(scores),
         "batch/equal_rewards": sum(_has_equal_rewards(group) for group in groups),
         **({"reward/kl_penalty": float(np.mean(penalties))} if penalties else {}),
@@ -147,18 +147,22 @@ def _has_equal_rewards(group: Group) -> bool:
     return min(rewards, default=0.0) == max(rewards, default=0.0)
 
 
-def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Returns the staleness of the trained tokens, and the share of responses that crossed a weight update. Staleness
-    is the number of updates between the policy that sampled a token and the one that the update starts from."""
+def _staleness_metrics(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Returns the staleness (`TrainSequence`) of the trained tokens, and the share of responses that crossed a weight
+    update."""
     # Per sequence: one array of 40 million tokens would block the driver for seconds.
     each = [sequence.staleness for sequence in sequences if len(sequence.staleness)]
     tokens = max(1, sum(map(len, each)))
-    crossed = sum(one.min() != one.max() for one in each)
+    versions = [
+        {span.version for span in one.policy_versions if span.end > span.start}
+        for group in groups
+        for one in group.responses
+    ]
     return {
         "batch/staleness_mean": sum(int(one.sum(dtype=np.int64)) for one in each) / tokens,
         "batch/staleness_max": max((int(one.max()) for one in each), default=0),
         "batch/stale_tokens": sum(int(np.count_nonzero(one)) for one in each) / tokens,
-        "batch/crossed_responses": crossed / max(1, len(sequences)),
+        "batch/crossed_responses": sum(len(one) > 1 for one in versions) / len(versions),
     }
 
 

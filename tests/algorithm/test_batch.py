@@ -222,13 +222,16 @@ def test_shuffling_depends_on_seed_and_version_alone():
     assert len({order[start : start + 4] for start in range(0, 16, 4)}) > 1
 
 
-def test_staleness_counts_updates_since_each_token_was_sampled():
+@pytest.mark.parametrize(("kept", "expected"), [(False, [4, 4, 4, 1]), (True, [4] * 4)])
+def test_staleness_counts_updates_since_each_token_or_with_kept_keys_the_first_was_sampled(kept, expected):
     spans = (VersionSpan(version=2, start=0, end=3), VersionSpan(version=5, start=3, end=4))
     group = make_group(0, [1.0, 0.0])
     first = replace(group.responses[0], policy_versions=spans)
     group = replace(group, responses=(first, make_response(5, version=6)))
-    (minibatch,) = build_batch([group], make_config(1), version=6).minibatches
-    assert [s.staleness.tolist() for s in minibatch] == [[4, 4, 4, 1], [0] * 5]
+    cfg = make_config(1)
+    cfg.weight_sync.keep_kv_cache = kept
+    (minibatch,) = build_batch([group], cfg, version=6).minibatches
+    assert [s.staleness.tolist() for s in minibatch] == [expected, [0] * 5]
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e300, math.nan])

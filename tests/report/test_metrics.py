@@ -103,7 +103,7 @@ def brute_force(
 ) -> dict[str, float]:
     kept = [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
     stale = [VERSION - span.version for r in kept for span in r.policy_versions for _ in range(span.start, span.end)]
-    crossed = [len({span.version for span in r.policy_versions}) > 1 for r in kept]
+    crossed = [len({span.version for span in r.policy_versions}) > 1 for group in trained for r in group.responses]
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
         for response, score in zip(group.responses, group.scores, strict=True):
@@ -150,7 +150,7 @@ def brute_force(
         "batch/staleness_mean": sum(stale) / len(stale) if stale else 0.0,
         "batch/staleness_max": max(stale, default=0),
         "batch/stale_tokens": sum(stale) / len(stale) if stale else 0.0,  # all of them are one update old
-        "batch/crossed_responses": sum(crossed) / len(crossed) if crossed else 0.0,
+        "batch/crossed_responses": sum(crossed) / len(crossed),
         "perf/returned_draws": 3,
         "perf/aborted_tokens": aborted,
         "perf/goodput": sum(per_group) / (sum(lengths) + aborted),

@@ -62,9 +62,10 @@ class LocalActors:
 
 
 def local_sync(
-    pool, model: nn.Module, transport: str = "broadcast", bucket_bytes: int = 1 << 30, **kwargs
+    pool, model: nn.Module, transport: str = "broadcast", bucket_bytes: int = 1 << 30, keep: bool = False, **kwargs
 ) -> WeightSync:
     """A weight sync from `model` to the engines of `pool`, not yet connected."""
     cfg = Config()
     cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, 60
+    cfg.weight_sync.keep_kv_cache = keep
     return WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg)

@@ -32,12 +32,18 @@ def sampling(n: int = 4, max_tokens: int = 48) -> Sampling:
 
 
 async def group_of(
-    pool, key: str, first_seed: int, n: int = 4, max_tokens: int = 48, ended: Callable[[], None] = lambda: None
+    pool,
+    key: str,
+    first_seed: int,
+    n: int = 4,
+    max_tokens: int = 48,
+    ended: Callable[[], None] = lambda: None,
+    prompt: np.ndarray = PROMPT,
 ) -> list[Response]:
     """The responses of one group in the order of their seeds; `ended` is called after each that comes."""
     found: dict[int, Response] = {}
     seeds = range(first_seed, first_seed + n)
-    async for sample, response in pool.generate(Request(key, PROMPT, sampling(n, max_tokens), seeds)):
+    async for sample, response in pool.generate(Request(key, prompt, sampling(n, max_tokens), seeds)):
         assert sample not in found
         found[sample] = response
         ended()
@@ -52,11 +58,11 @@ def engines(two_engines):
 
 
 @torch.no_grad()
-def differences(model, response) -> np.ndarray:
+def differences(model, response, prompt: np.ndarray = PROMPT) -> np.ndarray:
     """|log-probability of transformers - of the engine| of every token, [R]."""
-    ids = torch.from_numpy(np.concatenate([PROMPT, response.token_ids]).astype(np.int64))[None]
-    logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[len(PROMPT) - 1 : -1]
-    own = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+    ids = torch.from_numpy(np.concatenate([prompt, response.token_ids]).astype(np.int64))[None]
+    logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[len(prompt) - 1 : -1]
+    own = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
     return np.abs(own - response.rollout_logprobs)
 
 
@@ -295,6 +301,40 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
                 right, wrong = found[span.version], found[1 - span.version]
                 assert right[span.start : span.end].max() <= 1e-4
                 assert span.end - span.start < 20 or wrong[span.start : span.end].max() > 1e-2
+
+
+def test_kept_keys_are_of_the_old_weights_and_no_later_request_takes_them(engines, loop):
+    """Two blocks of the prompt are in the prefix cache. Of 80 responses an engine runs 64: it begins the others after
+    the sync, with keys of the prompt that the old weights made, and says so by an empty span."""
+    pool, model = engines
+    models, prompt = [deepcopy(model), model], np.resize(PROMPT, 300)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in model.parameters():
+        change(parameter, generator, 0.02, 0.0)
+
+    async def flight() -> list[Response]:
+        await local_sync(pool, models[0])(0)
+        one_ended = asyncio.Event()
+        running = asyncio.ensure_future(group_of(pool, "kept", 9000, 80, 200, one_ended.set, prompt))
+        await asyncio.wait_for(one_ended.wait(), 300)
+        await local_sync(pool, model, keep=True)(1)
+        return await running
+
+    crossed = begun = 0
+    for response in loop.run(flight()):
+        first, *rest = response.policy_versions
+        assert first.version == 0 and [span.version for span in rest] in ([], [1])
+        assert differences(models[0], response, prompt)[: first.end].max(initial=0) <= 1e-4
+        if rest and len(response.token_ids) - first.end >= 20:
+            assert all(differences(each, response, prompt)[first.end :].max() > 1e-3 for each in models)
+            crossed, begun = crossed + (first.end > 0), begun + (first.end == 0)
+    assert crossed > 8 and begun > 4
+    for version, served in (1, model), (1, models[0]):  # a version comes twice where what it named was lost
+        if served is not model:
+            loop.run(local_sync(pool, served, keep=True)(version))
+        for response in loop.run(group_of(pool, "fresh", 9900, 16, 48, prompt=prompt)):
+            assert [span.version for span in response.policy_versions] == [version]
+            assert differences(served, response, prompt).max() <= 1e-5
 
 
 def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):

@@ -71,11 +71,14 @@ class EngineMeter:
                 self._drafted += drafted.num_draft_tokens
                 self._accepted += drafted.num_accepted_tokens
 
-    def hold(self) -> None:
-        """Records that a weight sync returns all requests to the queue. vLLM counts them as preemptions later."""
-        self._held = round(self._running.value)
+    def hold(self, kept: bool) -> None:
+        """Records that a weight sync pauses all requests. Unless their KV cache is `kept`, it returns them to the
+        queue, which vLLM counts as preemptions later."""
         self._waiting.add(self._running.value)
-        for level in (self._busy, self._running, self._kv):
+        if not kept:
+            self._held = round(self._running.value)
+            self._kv.set(0.0)
+        for level in (self._busy, self._running):
             level.set(0.0)
 
     def read(self) -> EngineCounts:

@@ -96,6 +96,7 @@ class RolloutWorker:
         self._decode = self._engine.get_tokenizer().decode
         self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
         self._running: dict[str, list[str]] = {}
+        self._version, self._keeps = 0, False  # _keeps: running requests may have keys of weights before `_version`
         self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
         return size_of(self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes"))
 
@@ -150,10 +151,12 @@ class RolloutWorker:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
         )
-        before = start.token_ids.tolist()
+        before, since = start.token_ids.tolist(), self._version
+        # The salt: keys of a prefix are shared only by requests that begin with the same weights.
+        given = {"prompt_token_ids": prompt + before, "cache_salt": str(since)}
         began = time.monotonic()
         try:
-            async for output in self._engine.generate({"prompt_token_ids": prompt + before}, params, request_id):
+            async for output in self._engine.generate(given, params, request_id):
                 completion = output.outputs[0]
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
@@ -172,6 +175,8 @@ class RolloutWorker:
             VersionSpan(version=int(span.version), start=span.start, end=span.end)
             for span in completion.weight_versions or ()
         ]
+        if self._keeps and spans and spans[0].version > since:  # its prompt may have keys of older weights
+            spans.insert(0, VersionSpan(version=since, start=0, end=0))
         return Response(
             token_ids=np.asarray(whole[len(before) :], dtype=np.int32),
             rollout_logprobs=logprobs[:length],
@@ -230,16 +235,17 @@ class RolloutWorker:
         await self._ask(self._engine.sleep(level))
         self._asleep, self._stirring = True, False
 
-    async def start_update(self) -> None:
-        """Pauses all requests until `finish_update`; they continue where they stopped. `clear_cache` makes vLLM
-        recompute their keys and values, which are stale. In a sleeping engine, wakes only the weights; requests wait
-        for the KV cache too."""
+    async def start_update(self, keep: bool = False) -> None:
+        """Pauses all requests until `finish_update`; they continue where they stopped. keep: with their keys and
+        values, which are then stale; otherwise vLLM recomputes them. In a sleeping engine, wakes only the weights;
+        requests wait for the KV cache too."""
         if self._asleep:
             self._stirring = True
             await self._ask(self._engine.wake_up(["weights"]))
         else:
-            await self._ask(self._engine.pause_generation(mode="keep", clear_cache=True))
-            self._life.meter.hold()
+            await self._ask(self._engine.pause_generation(mode="keep", clear_cache=not keep))
+            self._keeps |= keep
+            self._life.meter.hold(keep)
         await self._take(self._engine.start_weight_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
@@ -258,6 +264,7 @@ class RolloutWorker:
         """Labels all later tokens with `version` and resumes requests; wakes the KV cache if it sleeps."""
         await self._take(self._engine.finish_weight_update())
         await self._engine.update_weight_version(str(version))
+        self._version = version
         if self._asleep:
             await self._ask(self._engine.wake_up(["kv_cache"]))  # the last to wake; this also resumes requests
             self._asleep = self._stirring = False

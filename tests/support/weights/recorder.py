@@ -149,7 +149,7 @@ class Recorder:
         self.info = info
         await self._step("connect", info["group_size"])
 
-    async def start_update(self, members, timeout_s):
+    async def start_update(self, version, keep, members, timeout_s):
         await self._step("start", 0)
 
     async def load_bucket(self, bucket, what, members, timeout_s):

@@ -63,15 +63,17 @@ def test_counts_are_integrals_of_what_vllm_says_of_each_step() -> None:
     assert counts.resident_bytes > 10e6
 
 
-def test_what_a_weight_sync_puts_back_waits_and_is_no_preemption() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_weight_sync_pauses_waits_and_is_no_preemption(kept) -> None:
     clock = Clock()
     meter = EngineMeter(clock)
     meter.step(scheduled(5, kv=0.5), None)
-    meter.hold()
+    meter.hold(kept)
     clock.now += 3
     held = meter.read()
-    assert (held.busy_s, held.running_s, held.kv_s, held.waiting_s) == (0.0, 0.0, 0.0, 18.0)
-    meter.step(scheduled(5), computed(6, preempted=6))  # vLLM tells of them with their next token; one is for its cache
+    assert (held.busy_s, held.running_s, held.kv_s, held.waiting_s) == (0.0, 0.0, 1.5 * kept, 18.0)
+    # vLLM tells of them with their next token; one is for its cache
+    meter.step(scheduled(5), computed(6, preempted=1 if kept else 6))
     assert meter.read().preemptions == 1
     meter.step(scheduled(5), computed(5, preempted=2))
     assert meter.read().preemptions == 3

@@ -137,7 +137,8 @@ def engine(receiver):
     slots = [torch.arange(WIDTH, dtype=torch.float32).view(torch.uint8) for _ in range(2)]
     [plan] = plan_buckets([("weight", (WIDTH,))], bucket_bytes=64, itemsize=4)
     worker, engine = RolloutWorker(), make_engine(receiver, slots)
-    worker._engine, worker._asleep, worker._life, worker._running = engine, False, LifeSigns(), {}
+    worker._engine, worker._asleep, worker._keeps = engine, False, False
+    worker._life, worker._running = LifeSigns(), {}
     return worker, engine, slots, Bucket(index=0, plan=plan, dtype="float32", digest=digest(slots[0]))
 
 
