@@ -59,6 +59,7 @@ def test_engines_on_one_gpu_each_take_their_share_of_it():
     assert "both on the same 1, in turn" in told and "ENGINE (1 of 2, per GPU of 1, 2 on each)" in told
     assert "2 on each" not in report(alone, shape)
     small = {"rollout.vllm.gpu_memory_utilization": 0.46, "plan.gpu_memory_bytes": 40e9}
+    small |= {"model.gradient_checkpointing": "full", "actor.max_tokens_per_gpu": 16_384}
     [problem] = problems(changed(cfg, small), shape)
     assert problem.startswith("2 engines leave 3.20 GB of a GPU, and an actor rank needs")
     assert "rollout.engines_per_gpu=1 rollout.num_engines=1" in problem
