@@ -185,6 +185,13 @@ def random_weights(model: str, folder: Path) -> Path:
     return folder
 
 
+def random_model(model: str, folder: Path) -> Path:
+    """Writes `random_weights` and a tokenizer of that vocabulary; returns the folder."""
+    path = random_weights(model, folder)
+    make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+    return path
+
+
 def of_models(
     given: argparse.Namespace,
     to_config: Callable[[argparse.Namespace, str], Config],
@@ -198,8 +205,7 @@ def of_models(
     try:
         for model in given.models:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                path = random_weights(model, Path(folder) / "model")
-                make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+                path = random_model(model, Path(folder) / "model")
                 rows += asyncio.run(measure(to_config(given, str(path)), model))
     finally:  # print the finished rows even if a larger model fails
         print(title)
