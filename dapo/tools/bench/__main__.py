@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     step = command("step", "step", "run", "whole steps against the engines alone and a bare update")
     step.add_argument("shape", nargs="?", choices=(*LENGTHS, "both"), default="both", help="lengths of the responses")
     step.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of each shape")
+    step.add_argument("--model", help="long answers of random weights of this shape, without the floors")
     rewards = command("rewards", "rewards", "run", "throughput and latency of scoring", overrides=False)
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")

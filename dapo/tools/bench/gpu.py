@@ -147,7 +147,8 @@ class Page:
 
     def _text(self, left: Sequence[Job]) -> str:
         parts = ["# One GPU, by `dapo bench gpu`"]
-        parts.append(table(("what", "which"), [[name, str(value)] for name, value in self._head.items()]))
+        head = self._head | {"memory": f"{_gb(self._head['memory'])} GB"}
+        parts.append(table(("what", "which"), [[name, str(value)] for name, value in head.items()]))
         for name, names in TABLES.items():
             if rows := [row["cells"] for row in self._rows if row["table"] == name]:
                 parts += [f"## {name}", NOTES[name], table(names, rows)]
@@ -301,7 +302,7 @@ def _engines(given: argparse.Namespace, model: str, parameters: int, found: Row,
     tokens = min(MEASURED_TOKENS, min(given.answers) // 2)
     asked = argparse.Namespace(
         requests=[max(1, count // (4 if parameters >= LARGE else 1)) for count in given.requests],
-        **{"prompts": [(answer - tokens) // 2 for answer in given.answers], "tokens": tokens, "rounds": 2},
+        **{"prompts": [(answer - tokens) // 2 for answer in given.answers], "tokens": tokens, "rounds": 1},
     )
     words = [*more, f"rollout.vllm.gpu_memory_utilization={share / many:.2f}", *given.overrides]
     turned = argparse.Namespace(tokens=4096 if given.device == "cuda" else 128, cycles=5, bucket_mib=1024)
