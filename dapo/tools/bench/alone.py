@@ -42,7 +42,7 @@ def alone(work: Callable[..., None], *given: Any, timeout_s: float) -> Iterator[
 
 
 def _work_alone(sender: Connection, work: Callable[..., None], given: Sequence[Any]) -> None:
-    os.setsid()  # so that the processes it starts can be ended with it
+    os.setpgrp()  # so that the processes it starts can be ended with it
     try:
         work(sender.send, *given)
     except BaseException as error:

@@ -84,7 +84,7 @@ NOTES = {
     "checkpointing, `reshard_after_forward`, the attention of `auto`. Planned: by `dapo plan`, without the process and "
     "the slots of a weight sync.",
     GENERATION: "Tokens in the middle of answers of this length, where their context is the mean one.",
-    TURNS: "Median seconds; GB/s: the weights by the transfer (CUDA IPC).",
+    TURNS: "Median seconds, with an update of one sequence; GB/s: the weights by the transfer (CUDA IPC).",
 }
 
 Planned = Callable[[Sequence[str]], float]

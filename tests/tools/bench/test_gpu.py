@@ -115,7 +115,8 @@ def test_work_alone_ends_with_its_reason_or_in_time(seconds: float, said: str) -
 
 @pytest.mark.ray
 @pytest.mark.nightly
-def test_the_whole_page_on_a_cpu(tmp_path: Path) -> None:
+def test_the_whole_page_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes minutes
     page = tmp_path / "gpu.md"
     words = f"--device cpu --models {TINY} --minutes 15 --tokens 192 256 --answers 16 32 --requests 8 4 --output {page}"
     main(["gpu", *words.split()])
