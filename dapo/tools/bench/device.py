@@ -54,9 +54,7 @@ def updates(send: Send, path: str, given: argparse.Namespace, model: str, overri
         seconds = []
         for _ in range(WARM_UP + given.repeats):
             began = time.perf_counter()
-            metrics = worker.update(
-                replace(work, version=next(versions))
-            ).metrics  # on the host: the device has finished
+            metrics = worker.update(replace(work, version=next(versions))).metrics  # on the host: it has finished
             seconds.append(time.perf_counter() - began)
         median = statistics.median(seconds[WARM_UP:])
         flops = 3 * shape.forward_flops([length] * count, head_tokens=count * (length - prompt))

@@ -56,16 +56,8 @@ async def measure(pool: RolloutPool, cfg: Config, given: argparse.Namespace) -> 
         await one_round(pool, replace(sampling, max_tokens=min(WARM_UP_TOKENS, given.tokens)), prompts, seeds)
         rounds = [await one_round(pool, sampling, prompts, seeds) for _ in range(given.rounds)]
         seconds, tokens, actor, engines = min(rounds, key=lambda of: of[0] / of[1])
-        yield {
-            **{
-                "requests": count,
-                "prompt": length,
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_s": tokens / seconds,
-            },
-            **{"actor_s": actor, "engine_s": engines},
-        }
+        counts = {"requests": count, "tokens": tokens, "tokens_per_s": tokens / seconds}
+        yield counts | {"seconds": seconds, "actor_s": actor, "engine_s": engines}
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[int, int]]:
