@@ -237,7 +237,7 @@ def words_of(setting: Setting) -> list[str]:
 
 
 def jobs(given: argparse.Namespace, found: Row, plan: Planned = planned) -> list[Job]:
-    """Returns all jobs, the most telling first."""
+    """Returns all jobs: a short one, then the most telling first."""
     shapes = {model: read_shape(model) for model in given.models}
     models = sorted(shapes, key=lambda model: shapes[model].parameters)
     plans = Plans(given, found["memory"], plan)
@@ -267,7 +267,7 @@ def jobs(given: argparse.Namespace, found: Row, plan: Planned = planned) -> list
 
     def together(model: str) -> Iterator[Job]:
         """All that fit at each length; at another length they are left out where they do not."""
-        for tokens in given.tokens:
+        for tokens in reversed(given.tokens):
             best = (setting for setting in TOGETHER if plans.fits(model, setting, tokens))
             yield update(model, next(best, TOGETHER[-1]))
 
@@ -282,7 +282,7 @@ def jobs(given: argparse.Namespace, found: Row, plan: Planned = planned) -> list
         return _engines(given, model, shapes[model].parameters, found, more)
 
     smallest, *others, largest = models if len(models) > 1 else models * 2
-    order = [update(largest), *together(largest), engines(smallest), update(smallest), *together(smallest)]
+    order = [update(smallest), update(largest), *together(largest), engines(smallest), *together(smallest)]
     order += [*map(update, others), engines(largest), *(job for name in LEVERS for job in lever(name))]
     order += [job for model in others for job in together(model)]
     if "rollout.engines_per_gpu" in known_keys():
