@@ -188,10 +188,9 @@ def clamped_difference(left: Tensor, right: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor) -> Tensor:
-    """Returns for each token the sum over its segment, [R]; segment_ids: int [R], counted from 0."""
-    num_segments = int(segment_ids.max()) + 1 if len(segment_ids) else 0
-    sums = torch.zeros(num_segments, dtype=values.dtype, device=values.device).index_add(0, segment_ids, values)
-    return sums[segment_ids]
+    """Returns for each token the sum over its segment, [R]; segment_ids: int [R], from 0 to R."""
+    sums = values.new_zeros(len(values) + 1)  # the number of segments would have to be read from the device
+    return sums.index_add(0, segment_ids, values).index_select(0, segment_ids)
 
 
 def _checked(loss: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dapo.algorithm.own.loading import Source, load, source_of
 from dapo.config.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
 from dapo.config.node_environment import check_allocator
 from dapo.config.schema import Config
-from dapo.ground.console import warn
+from dapo.ground.console import say, warn
 from dapo.ground.fault_points import fault_point
 from dapo.ground.restarts import Restarts
 from dapo.pools import ActorsLost, BatchRefused, Updated
@@ -34,6 +34,7 @@ from dapo.workers.training.batch_split import (
 )
 from dapo.workers.training.collective_errors import RankVersion
 from dapo.workers.training.files import state
+from dapo.workers.training.forward.attention import choose_kernel
 from dapo.workers.training.optimizer import Moments, build_optimizer
 from dapo.workers.training.processes import RankProcess, free_address, give_way, own_process
 from dapo.workers.training.ranks import Ranks, Submit
@@ -69,7 +70,8 @@ class ActorWorker:
     def free_address(self) -> tuple[str, int]:
         return free_address()
 
-    def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+    def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> tuple[str, str]:
+        """Joins the other ranks and loads the model. Returns how it computes, and what is not as it was asked for."""
         check_allocator(self._cfg, self._device)
         if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray sets one thread for a process with a GPU
             torch.set_num_threads(self._cfg.actor.cpu_threads)
@@ -78,6 +80,14 @@ class ActorWorker:
             self._device, rank=rank, world_size=world_size, address=master_addr, port=master_port, timeout_s=limit_s
         )
         self._build()
+        kernel = choose_kernel(self._cfg.model.attn_implementation, self._device)
+        how, failure, compiled = [f"attention by {kernel}"] if kernel else [], "", self._policy.compiled
+        if compiled is not None:
+            began = time.monotonic()
+            self._updater.warm_up()
+            failure = compiled.failure
+            how.append(f"layers compiled in {time.monotonic() - began:.0f} s" if not failure else "layers not compiled")
+        return ", ".join(how), failure
 
     def _build(self) -> None:
         cfg = self._cfg
@@ -139,6 +149,7 @@ class ActorWorker:
             bucket_bytes=self._cfg.weight_sync.bucket_bytes,
             rank=self._rank,
             device=torch.device(self._device, 0),
+            readers=self._cfg.rollout.engines_per_gpu,
         )
         endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return sender.num_buckets, endpoint
@@ -261,7 +272,11 @@ class ActorPool:
         [(address, port)] = await wait([self._ranks.workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
         count, what = len(self._ranks.workers), "loading the model"
         start: Submit = lambda rank, worker: worker.start.remote(rank, count, address, port)  # noqa: E731
-        await self._ranks.call(start, timeout_s, what, key, separable=True)
+        started = await self._ranks.call(start, timeout_s, what, key, separable=True)
+        if how := started[0][0]:
+            say(f"actors: {how}")
+        for failure in dict.fromkeys(failure for _, failure in started if failure):
+            warn(f"`actor.compile`: torch.compile fails, and the layers are computed without it: {failure}")
 
     def restarts(self) -> dict[str, float]:
         return {"perf/restarted_actors": float(self._ranks.restarts)}

@@ -135,12 +135,12 @@ class Placement:
         """Returns one entry per engine: those with their own GPUs, then those on the ranks' GPUs."""
         env = vllm_environment(self._device, self._cfg.rollout.cpu_threads)
         count, labels = self._cfg.rollout.num_engines, self._cfg.rollout.node_labels
-        gpus = gpus_per_engine(self._cfg.rollout.vllm)
+        gpus, each = gpus_per_engine(self._cfg.rollout.vllm), self._cfg.rollout.engines_per_gpu
         own, sharing = (
             (count, lent_engines(self._cfg)) if lends(self._cfg) or not shares_gpus(self._cfg) else (0, count)
         )
         labels_there = self._cfg.actor.node_labels
-        bundles = [i * gpus // ranks_of_a_piece(self._cfg) for i in range(sharing)]
+        bundles = [i // each * gpus // ranks_of_a_piece(self._cfg) for i in range(sharing)]
         return [
             *(self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(own)),
             # Ray gives their GPUs to the ranks (`ranks_of_engine`).
@@ -149,10 +149,11 @@ class Placement:
 
     def ranks_of_engine(self, number: int) -> list[int]:
         """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""
-        place = number - self._cfg.rollout.num_engines if lends(self._cfg) else number
+        rollout = self._cfg.rollout
+        place = number - rollout.num_engines if lends(self._cfg) else number // rollout.engines_per_gpu
         if self._device == "cpu" or not shares_gpus(self._cfg) or place < 0:
             return []
-        gpus, bundles = gpus_per_engine(self._cfg.rollout.vllm), self._bundles_of_ranks()
+        gpus, bundles = gpus_per_engine(rollout.vllm), self._bundles_of_ranks()
         bundle, first = divmod(place * gpus, ranks_of_a_piece(self._cfg))
         return [rank for rank, of in enumerate(bundles) if of == bundle][first : first + gpus]
 

@@ -80,7 +80,7 @@ class RolloutPool:
             await self._give_weights(number)
 
     def lap(self) -> dict[str, float]:
-        return self.keeper.lap(self._processes if self._on_gpus else 0)
+        return self.keeper.lap(self._processes / self._cfg.engines_per_gpu if self._on_gpus else 0)
 
     @property
     def workers(self) -> list[Any]:
@@ -320,9 +320,12 @@ class RolloutPool:
 
     async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
         """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo`, without
-        first_rank."""
+        first_rank, and in `memory` the handles for each of the engines on a GPU."""
         ranks = range(1, 1 + self.num_receivers(members), self._processes)
-        infos = [info | {"first_rank": first} for first in ranks]
+        infos = []
+        for number, first in zip(members, ranks, strict=True):
+            own = {place: handles[number % self._cfg.engines_per_gpu] for place, handles in info["memory"].items()}
+            infos.append(info | {"first_rank": first, "memory": own})
         calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
         await self._all(calls, members, timeout_s, "to open the weight sync")
 

@@ -10,6 +10,7 @@ from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, posi
 
 DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DTYPES = ("auto", "float32")
+PACKED_ATTENTION = ("auto", "fa2", "fa3")
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
     *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
@@ -81,7 +82,8 @@ class ModelConfig:
     )
     attn_implementation: str = key(
         "auto",
-        "`auto`: packed attention that computes a shared prompt once; else a name for transformers",
+        "packed attention that computes a shared prompt once, by `auto`: the fastest kernel that is there, `fa2`: "
+        "FlashAttention 2, or `fa3`: 3 (Hopper, package flash_attn_interface); else a name for transformers",
         verl=f"{MODEL}.override_config.attn_implementation",
         trl="attn_implementation, model_init_kwargs",
         resume="harmless",
@@ -240,6 +242,12 @@ class WeightSyncConfig:
         1 << 30,
         "bytes of one transfer",
         verl=f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes, {ROLLOUT}.update_weights_bucket_megabytes",
+    )
+    keep_kv_cache: bool = key(
+        False,
+        "keep the keys and values of running requests through a sync, although they are of the old weights; needs "
+        "`filter_groups.max_staleness` and a correction",
+        resume="course",
     )
     max_mean_logprob_diff: float = positive(
         0.05,

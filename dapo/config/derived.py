@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from dapo.config.actor import PACKED_ATTENTION
 from dapo.config.devices import gpus_per_engine
 from dapo.config.sampling import SamplingConfig, SourceConfig
 from dapo.config.schema import Config
@@ -38,14 +39,14 @@ def shares_gpus(cfg: Config) -> bool:
 
 def shares_prompts(cfg: Config) -> bool:
     """Whether the actors compute a prompt once for several responses: their own attention supports it."""
-    return cfg.model.attn_implementation == "auto"
+    return cfg.model.attn_implementation in PACKED_ATTENTION
 
 
 def halve_roles(cfg: Config) -> None:
     """Removes, in place, the role that half a run (`trainer.only`) does not need."""
     if cfg.trainer.only == "both":
         return
-    cfg.trainer.colocate = "none"
+    cfg.trainer.colocate, cfg.rollout.engines_per_gpu = "none", 1
     if cfg.trainer.only == "rollout":
         cfg.actor.num_workers = 0
     else:

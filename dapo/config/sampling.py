@@ -244,6 +244,13 @@ class RolloutConfig(SamplingConfig):
         verl="rollout.nnodes, rollout.n_gpus_per_node",
         resume="harmless",
     )
+    engines_per_gpu: int = at_least(
+        1,
+        1,
+        "engines that share a GPU (`trainer.colocate=time`), for models of at most 3B, whose engines wait for their "
+        "host process",
+        resume="harmless",
+    )
     cpu_threads: int = at_least(1, 1, "threads of an engine without GPU", resume="harmless")
     start_timeout_s: float = positive(900.0, "longest start of an engine", resume="harmless")
     timeout_s: float = positive(3600.0, "longest wait for a group", resume="harmless")

@@ -135,8 +135,8 @@ def test_staleness_that_nothing_corrects_for_is_doubted() -> None:
 def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:
     cfg = compose([], "dapo_tiny")
     assert type(cfg) is Config and "plan" not in dataclasses.asdict(cfg)
-    planned = compose(["plan.hfu=0.4"], "dapo_tiny", plan=True)
-    assert isinstance(planned, PlannedConfig) and planned.plan.hfu == 0.4
+    planned = compose(["plan.matrix_share=0.4"], "dapo_tiny", plan=True)
+    assert isinstance(planned, PlannedConfig) and planned.plan.matrix_share == 0.4
     claim_output_dir(str(tmp_path), "auto", dataclasses.asdict(planned)).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with claim_output_dir(str(tmp_path), "auto", dataclasses.asdict(cfg)) as run:

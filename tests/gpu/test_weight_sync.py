@@ -88,15 +88,19 @@ def own_ray() -> Iterator[None]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_both_roles_on_one_gpu(own_ray, tmp_path):
-    """Each sync is checked by digest at the engine; a failed one raises."""
+@pytest.mark.parametrize("engines", [1, 2])
+def test_both_roles_on_one_gpu(own_ray, tmp_path, engines):
+    """Each sync is checked by digest at every engine; a failed one raises."""
     from dapo.tiny.random_model import make_random_model
     from dapo.tools.bench.__main__ import parse
     from dapo.tools.bench.sync import measure, to_config
 
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
     options = parse(["sync", "--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
-    seconds = asyncio.run(measure(to_config(options, path), ["ipc"], 2, 2))
+    cfg = to_config(options, path)
+    cfg.rollout.num_engines = cfg.rollout.engines_per_gpu = engines
+    cfg.rollout.vllm["gpu_memory_utilization"] = 0.6 / engines
+    seconds = asyncio.run(measure(cfg, ["ipc"], 2, 2))
     assert {transport: len(each) for transport, each in seconds.items()} == {"ipc": 4}
 
 

@@ -69,7 +69,7 @@ def test_every_key_is_compared():
 
 def test_what_is_not_compared():
     cfg = asdict(Config())
-    assert changes({**cfg, "plan": {"hfu": 0.4}}, cfg) == [], "a key of another program"
+    assert changes({**cfg, "plan": {"matrix_share": 0.4}}, cfg) == [], "a key of another program"
     assert changes({}, cfg) == [], "everything has its default"
 
 

@@ -27,6 +27,7 @@ class LocalActors:
             bucket_bytes=bucket_bytes,
             rank=0,
             device=torch.device("cpu"),
+            readers=2,
         )
 
     def restarts(self) -> dict[str, float]:

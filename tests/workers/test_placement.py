@@ -204,6 +204,17 @@ def test_engines_own_the_gpus_of_neighbouring_ranks_also_on_other_nodes_later(gr
     placed = Placement(cfg, "cuda")
     assert groups[0].bundles == [{"GPU": 4, "CPU": 8}] * 2 and bundles_of(placed.rollout()) == [0, 0, 1, 1]
     assert [placed.ranks_of_engine(number) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    groups.clear()
+    cfg = make_config(6, 1, 2)  # three engines on the GPU of each rank
+    cfg.trainer.colocate, cfg.rollout.engines_per_gpu = "time", 3
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 1, "CPU": 4}] * 2 and bundles_of(placed.rollout()) == [0, 0, 0, 1, 1, 1]
+    assert [placed.ranks_of_engine(number) for number in range(6)] == [[0], [0], [0], [1], [1], [1]]
+    cfg.actor.ulysses_sequence_parallel_size = 2
+    groups.clear()
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 2, "CPU": 8}] and bundles_of(placed.rollout()) == [0] * 6
+    assert [placed.ranks_of_engine(number) for number in range(6)] == [[0], [0], [0], [1], [1], [1]]
 
 
 def test_engines_that_are_lent_gpus_have_those_of_ranks_beside_engines_with_their_own(groups):

@@ -34,7 +34,7 @@ class Keeper(Recorder):
         self._before = before
 
     async def connect_weights(self, info, members, timeout_s):
-        [handles] = info["memory"].values()
+        [[handles]] = info["memory"].values()
         self._slots = [open_shared(handle, torch.device("cpu")) for handle in handles]
 
     async def load_bucket(self, bucket, what, members, timeout_s):

@@ -44,6 +44,7 @@ class Keeper:
             EngineSlot(number, each, cfg, count=count, lent=number >= count - lent)
             for number, each in enumerate(options)
         ]
+        self._per_gpu = cfg.engines_per_gpu if any(each.get("num_gpus", 1) < 1 for each in options) else 1
         self.lends = lent > 0
         self.changed = asyncio.Event()
         self.exhausted = ""
@@ -59,8 +60,15 @@ class Keeper:
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
-        """Starts all engines in parallel, retrying failures. Raises RemoteError if one does not start."""
-        await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in self.slots)
+        """Starts all engines in parallel, retrying failures. Where engines share a GPU the first of them starts alone,
+        and the others take its KV cache size: vLLM measures it by the GPU's free memory. Raises RemoteError if one does
+        not start."""
+        first = self.slots[:: self._per_gpu]
+        await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in first)
+        if others := [slot for slot in self.slots if slot not in first]:
+            for slot in others:
+                slot.as_large_as(first[slot.number // self._per_gpu])
+            await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in others)
         for slot in self.slots:
             slot.serving = True
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
@@ -202,7 +210,7 @@ class Keeper:
     def tokens_per_s(self) -> float:
         return sum(slot.follower.tokens_per_s() for slot in self.slots)
 
-    def lap(self, gpus_per_engine: int) -> dict[str, float]:
+    def lap(self, gpus_per_engine: float) -> dict[str, float]:
         """Returns metrics of the engines since the last lap, from their pulses, and the total number of restarts.
         gpus_per_engine: 0 on a CPU."""
         laps = {slot.number: lap for slot in self.slots if (lap := slot.follower.lap()) is not None}

@@ -127,7 +127,7 @@ class Follower:
 
 
 def engine_metrics(
-    laps: Mapping[int, EngineCounts], gpus_per_engine: int, lent: Collection[int] = ()
+    laps: Mapping[int, EngineCounts], gpus_per_engine: float, lent: Collection[int] = ()
 ) -> dict[str, float]:
     """Returns the metrics of the engines in `laps`, by number. gpus_per_engine: 0 on a CPU. lent: engines that mostly
     sleep, on the actors' GPUs; they do not count towards `idle`."""

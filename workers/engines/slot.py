@@ -53,6 +53,10 @@ class EngineSlot:
         remote: Any = ray.remote(RolloutWorker)
         self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
 
+    def as_large_as(self, other: "EngineSlot") -> None:
+        """Gives its KV cache the size that the other engine has measured."""
+        self._as_before = other._as_before
+
     @property
     def started(self) -> bool:
         """Whether the engine runs; it may not have the weights to serve yet."""

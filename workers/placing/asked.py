@@ -8,7 +8,6 @@ from dapo.config.derived import gpus_per_engine, lends, ranks_of_a_piece, shares
 from dapo.config.schema import Config
 
 RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
-CPUS_COLOCATED = 2  # CPUs per GPU that a rank and an engine share: one for each process
 # Makes Ray show a process only its own GPUs, whatever this variable is set to on its node.
 OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 
@@ -70,7 +69,7 @@ def _ranks(cfg: Config, device: str) -> Pool:
         piece=f"the {size} ranks that {what} ({keys})",
         count=cfg.actor.num_workers // size,
         gpus=size if device == "cuda" else 0,
-        cpus=size * (CPUS_COLOCATED if shared else 1) if device == "cuda" else 0,
+        cpus=size * (1 + (cfg.rollout.engines_per_gpu if shared else 0)) if device == "cuda" else 0,  # one per process
         count_key="actor.num_workers",
         per_piece=size,
         labels=cfg.actor.node_labels,

@@ -19,7 +19,7 @@ from dapo.workers.training.files.loading import load_buffers, load_parameters, m
 from dapo.workers.training.files.naming import FileNames
 from dapo.workers.training.forward.attention import why_unpackable
 from dapo.workers.training.forward.policy import PackedPolicy
-from dapo.workers.training.forward.recompute import checkpoint_activations
+from dapo.workers.training.forward.recompute import Compiled, checkpoint_activations
 from dapo.workers.training.lora import (
     BasePolicy,
     add_adapters,
@@ -40,7 +40,10 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
     if lora.rank:
         add_adapters(policy.model, lora)
     policy.train()  # transformers checkpoints activations only in training mode
-    checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
+    if cfg.actor.compile:
+        policy.compile_by(Compiled(), cfg.model.gradient_checkpointing)
+    else:
+        checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
     _shard(policy, cfg, mesh, offload=cfg.actor.offload == "host")
     _fill(policy, cfg, mesh, offload=cfg.actor.offload == "host")
     if lora.rank:

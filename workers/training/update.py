@@ -6,7 +6,7 @@ because every decision uses totals that all of them have gathered.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -144,7 +144,7 @@ class Updater:
     ) -> Updated:
         batches = [[self._collate(sequences) for sequences in minibatch] for minibatch in minibatches]
         parity: Totals | None = None
-        old: list[list[Tensor]] | None = None
+        old: dict[int, list[Tensor]] = {}  # log-probabilities before the update, by mini-batch
         kept: list[list[Tensor]] | None = None
         chosen: list[list[Tensor]] | None = None
         of_engines = self._cfg.algorithm.rollout_correction.use_rollout_logprobs
@@ -152,17 +152,19 @@ class Updater:
         share = self._cfg.algorithm.entropy_top_share
         by_covariance = self._cfg.algorithm.policy_loss in BY_COVARIANCE
         before = [[batch.rollout_logprobs for batch in minibatch] for minibatch in batches]
-        if several or share < 1 or (by_covariance and not of_engines):
+        if share < 1 or (by_covariance and not of_engines):
             own, entropies = self._before(batches)
             before = before if of_engines else own
-            if several:
-                old, parity = own, self._parity(batches, own)
-                check_parity(parity, self._cfg)
+            old = dict(enumerate(own)) if several else {}
             if share < 1:
                 kept = [
                     highest(entropy, [batch.weights for batch in minibatch], share, self._mesh)
                     for entropy, minibatch in zip(entropies, batches, strict=True)
                 ]
+        elif several:  # all but those of the first optimizer step, which computes them as it goes
+            later = [k for k in range(len(batches)) if k != order[0]]
+            old = dict(zip(later, self._before([batches[k] for k in later])[0], strict=True))
+        compared = self._parity(batches, old) if old else None
         if by_covariance:
             chosen = [
                 self._by_covariance(version, *of_minibatch)
@@ -177,16 +179,18 @@ class Updater:
             lr = self._learning_rate(version, step)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            totals = self._forward_backward(
+            totals, logprobs = self._forward_backward(
                 batches[k],
-                None if old is None else old[k],
+                old.get(k),
                 None if reference is None else reference[k],
                 None if kept is None else kept[k],
                 None if chosen is None else chosen[k],
             )
             if parity is None:
-                parity = totals
+                parity = totals if compared is None else compared if k in old else compared.with_more(totals)
                 check_parity(parity, self._cfg)
+            if several:
+                old.setdefault(k, logprobs)
             response_tokens[k] = totals.all_mismatch.tokens
             overflow = self.scale.update() and totals.finite_loss  # then a smaller scale may help
             if self._step(totals, overflow=overflow):
@@ -208,6 +212,24 @@ class Updater:
         if self.scale.enabled:
             metrics |= {"actor/loss_scale": self.scale.value, "actor/overflowed_steps": float(overflowed)}
         return Updated(metrics=metrics, skipped=tuple(dict.fromkeys(skipped)), stop=stop)
+
+    def warm_up(self) -> None:
+        """Compiles what `actor.compile` asks for, by passes over two short sequences that change nothing."""
+        response = np.zeros(6, np.float32)
+        one = TrainSequence(
+            token_ids=np.zeros(8, np.int32),
+            num_prompt_tokens=2,
+            rollout_logprobs=response,
+            advantage=0.0,
+            token_weight=0.0,
+            staleness=response.astype(np.int32),
+        )
+        batch = self._collate([one, one])
+        with torch.no_grad():
+            self._policy(batch)
+        self._policy(batch)[0].sum().backward()
+        self._optimizer.zero_grad()
+        reshard(self._policy)
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
         """Returns the reference policy's log-probabilities, [micro-batches][sequences] of [R], on the CPU."""
@@ -239,12 +261,12 @@ class Updater:
         logprobs, entropies = ([[one[part] for one in minibatch] for minibatch in found] for part in (0, 1))
         return logprobs, entropies
 
-    def _parity(self, batches: Sequence[Sequence[MicroBatch]], old: Sequence[Sequence[Tensor]]) -> Totals:
+    def _parity(self, batches: Sequence[Sequence[MicroBatch]], old: Mapping[int, Sequence[Tensor]]) -> Totals:
         cfg = self._cfg.algorithm.rollout_correction
         rows = [
             row_of(rollout_correction(own, batch.rollout_logprobs, batch.segment_ids, cfg), batch.staleness, None)
-            for minibatch, logprobs in zip(batches, old, strict=True)
-            for batch, own in zip(minibatch, logprobs, strict=True)
+            for k, logprobs in old.items()
+            for batch, own in zip(batches[k], logprobs, strict=True)
         ]
         return self._gather(rows)
 
@@ -285,15 +307,16 @@ class Updater:
         reference: Sequence[Tensor] | None,
         kept: Sequence[Tensor] | None = None,
         chosen: Sequence[Tensor] | None = None,
-    ) -> Totals:
-        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch. kept:
-        mask of the tokens that carry the policy loss (`entropy_top_share`). chosen: mask of those that the loss has
-        chosen (`_by_covariance`)."""
-        rows = []
+    ) -> tuple[Totals, list[Tensor]]:
+        """Leaves the gradient of one mini-batch in the shards; returns its log-probabilities too. old, reference:
+        log-probabilities per micro-batch. kept: mask of the tokens that carry the policy loss (`entropy_top_share`).
+        chosen: mask of those that the loss has chosen (`_by_covariance`)."""
+        rows, own = [], []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
             logprobs, entropy, of_support = self._policy(batch)
-            proximal = logprobs.detach() if old is None else old[k]
+            own.append(logprobs.detach())
+            proximal = own[k] if old is None else old[k]
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             if kept is not None:
                 constants = replace(constants, correction=constants.correction * kept[k])
@@ -314,7 +337,7 @@ class Updater:
         if fault_point("actor.gradient") == "nan":
             grads[0].fill_(math.nan)
         self.scale.unscale(self._optimizer)
-        return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
+        return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square()), own
 
     def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
         """Sums over all ranks; each micro-batch and each shard of the gradient counts once, also with copies."""

@@ -7,7 +7,7 @@ micro-batches and ranks.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -85,6 +85,11 @@ class Mismatch:
         }
 
 
+def together(parts: Sequence[Mismatch]) -> Mismatch:
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _MISMATCH_SUMS}
+    return Mismatch(**sums, max_difference=max(part.max_difference for part in parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Totals of one optimizer step over all ranks. Made by `gather`."""
@@ -115,10 +120,11 @@ class Totals:
 
     @property
     def all_mismatch(self) -> Mismatch:
-        return Mismatch(
-            **{name: sum(getattr(m, name) for m in self.mismatch) for name in _MISMATCH_SUMS},
-            max_difference=max(m.max_difference for m in self.mismatch),
-        )
+        return together(self.mismatch)
+
+    def with_more(self, totals: "Totals") -> "Totals":
+        """Returns `totals`, with the mismatch of both."""
+        return replace(totals, mismatch=tuple(map(together, zip(self.mismatch, totals.mismatch, strict=True))))
 
 
 def neutral_row(device: torch.device) -> Tensor:

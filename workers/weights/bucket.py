@@ -57,7 +57,7 @@ class Endpoint:
     address: str = ""  # `broadcast`: address and port of the store where the process group meets
     port: int = 0
     place: str = ""  # `ipc`: where the shared memory is (`workers.weights.memory`)
-    handles: list[dict[str, Any]] = field(default_factory=list)
+    handles: list[list[dict[str, Any]]] = field(default_factory=list)  # `ipc`: of the slots, for each engine there
 
 
 def plan_buckets(

@@ -16,7 +16,7 @@ from torch import Tensor
 from dapo.workers.rendezvous import serve_store
 from dapo.workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
 from dapo.workers.weights.group import SENDER, WeightGroup, give_up
-from dapo.workers.weights.memory import place, share, share_again
+from dapo.workers.weights.memory import Handle, place, share, share_again
 
 SLOTS = 2
 
@@ -59,18 +59,24 @@ class GroupTransport:
 
 
 class MemoryTransport:
-    """Has slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+    """Has slots that the engines on the same GPU (without one: on the same machine) read in place."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, readers: int) -> None:
+        """readers: number of engines that open handles of their own."""
         self._device, self._capacity = device, capacity
-        self._slots, self._handles = zip(*[share(capacity, device) for _ in range(SLOTS)], strict=True)
+        self._slots, handles = zip(*[share(capacity, device) for _ in range(SLOTS)], strict=True)
+        self._handles = [[*handles]]
+        self._handles += [self._again() for _ in range(readers - 1)]
+
+    def _again(self) -> list[Handle]:
+        return [*map(share_again, self._slots, self._handles[0])]
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
+        return Endpoint(capacity=self._capacity, place=place(self._device), handles=self._handles)
 
     def renew(self) -> None:
         """Makes new handles of the same slots, for engines that open them from now on."""
-        self._handles = tuple(map(share_again, self._slots, self._handles))
+        self._handles = [self._again() for _ in self._handles]
 
     def join(self, num_receivers: int) -> None:
         """Does nothing: the engines open the handles by themselves."""
@@ -90,11 +96,11 @@ Transport = GroupTransport | MemoryTransport
 
 
 def make_transport(
-    name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float
+    name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float, readers: int = 1
 ) -> Transport | None:
     """Returns this rank's end; None if the transport does not use the rank. name: `broadcast` or `ipc`."""
     if name == "ipc":
-        return MemoryTransport(capacity, device)  # each engine reads from the rank on its own GPU
+        return MemoryTransport(capacity, device, readers)  # each engine reads from the rank on its own GPU
     return GroupTransport(capacity, device, address, timeout_s) if rank == SENDER else None
 
 
@@ -114,11 +120,13 @@ class WeightSender:
         bucket_bytes: int,
         rank: int,
         device: torch.device,
+        readers: int = 1,
     ) -> None:
-        """parameters: starts a new pass, in the order of `shapes`. dtype: of the sent tensors, torch's name."""
+        """parameters: starts a new pass, in the order of `shapes`. dtype: of the sent tensors, torch's name. readers:
+        engines on one GPU."""
         self._parameters = parameters
         self._dtype_name, self._dtype = dtype, getattr(torch, dtype)
-        self._rank, self._device = rank, device
+        self._rank, self._device, self._readers = rank, device, readers
         self._plans = plan_buckets(shapes, bucket_bytes=bucket_bytes, itemsize=self._dtype.itemsize)
         self._next = 0
         self._iterator: Iterator[tuple[str, Tensor]] = iter(())
@@ -140,7 +148,13 @@ class WeightSender:
             self.close()
             self._transport = None  # free the old one first: two need twice the memory
             self._transport = make_transport(
-                transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
+                transport,
+                capacity,
+                rank=self._rank,
+                device=self._device,
+                address=address,
+                timeout_s=timeout_s,
+                readers=self._readers,
             )
         return None if self._transport is None else self._transport.endpoint()
 

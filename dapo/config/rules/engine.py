@@ -14,6 +14,7 @@ from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
 
 BACKEND = "distributed_executor_backend"
+GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default
 # Default tokens per forward pass: vLLM's for an embedded engine, and ours on a CPU.
 MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
 

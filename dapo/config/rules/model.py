@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo.config.actor import PACKED_ATTENTION
 from dapo.config.facts.hub import unreachable
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, tensors, weights_problems
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
@@ -25,7 +26,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # values of 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 EXPERT_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # supported by both ranks and engines
 # All other attention implementations of transformers separate sequences by a mask over the whole micro-batch.
-MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+MASKLESS = (*PACKED_ATTENTION, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
 OTHER = "; choose another architecture"
 POSITIONS = "position_ids"  # the fifth argument of each function in MASKS
@@ -243,7 +244,7 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
             f"the actors do not know how to read and write; they know those of {', '.join(EXPERT_KINDS)}, and dense "
             "models"
         )
-    if cfg.model.attn_implementation != "auto":
+    if cfg.model.attn_implementation not in PACKED_ATTENTION:
         return
     remedy = "`model.attn_implementation=auto` does not compute; take flash_attention_2 there, or another model"
     if cap := config.get("attn_logit_softcapping"):
@@ -377,8 +378,14 @@ def _implementation(cfg: Config) -> Iterator[str]:
     from transformers import AttentionInterface
 
     name, known = cfg.model.attn_implementation, sorted(AttentionInterface().valid_keys())
-    if name not in ("auto", *known):
-        yield f"`model.attn_implementation` ({name}) is unknown to transformers; take auto or one of {', '.join(known)}"
+    if name not in (*PACKED_ATTENTION, *known):
+        words = ", ".join((*PACKED_ATTENTION[1:], *known))
+        yield f"`model.attn_implementation` ({name}) is unknown to transformers; take auto or one of {words}"
+    elif name == "fa3" and not importlib.util.find_spec("flash_attn_interface"):
+        yield (
+            f"`model.attn_implementation` ({name}) needs the package flash_attn_interface (FlashAttention-3 for Hopper "
+            "GPUs), which is not installed; install it on every node of the ranks, or take auto"
+        )
     elif name == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
         yield (
             f"`model.attn_implementation` ({name}) needs the package flash-attn, which is not installed; install it on "

@@ -1,12 +1,16 @@
 """Checks of where roles run and how weights travel between them."""
 
+import math
 from collections.abc import Iterator
 
 from dapo.config.devices import gpus_per_engine
+from dapo.config.rules.engine import GPU_MEMORY_UTILIZATION
 from dapo.config.schema import Config
 
 
 def placement(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.engines_per_gpu > 1 and cfg.trainer.device != "cpu":
+        yield from _engines_on_a_gpu(cfg)
     if cfg.trainer.colocate != "none":
         yield from _shared_gpus(cfg)
     elif cfg.weight_sync.transport == "ipc":
@@ -18,6 +22,26 @@ def placement(cfg: Config) -> Iterator[str]:
         yield (
             "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
             "`trainer.colocate` (none) they never have it; take none or host, or set `trainer.colocate=time` or lend"
+        )
+
+
+def _engines_on_a_gpu(cfg: Config) -> Iterator[str]:
+    own, gpus = f"`rollout.engines_per_gpu` ({cfg.rollout.engines_per_gpu})", gpus_per_engine(cfg.rollout.vllm)
+    if cfg.trainer.colocate != "time":
+        yield (
+            f"{own} must be 1 with `trainer.colocate` ({cfg.trainer.colocate}): NCCL, which brings the weights then, "
+            "takes no two members on one GPU; set it to 1, or `trainer.colocate=time`"
+        )
+    if gpus > 1:
+        yield (
+            f"{own} must be 1 for engines of several GPUs ({gpus}, `rollout.vllm.tensor_parallel_size`); set one of "
+            "them to 1"
+        )
+    share, most = cfg.rollout.vllm.get("gpu_memory_utilization"), GPU_MEMORY_UTILIZATION / cfg.rollout.engines_per_gpu
+    if share is None or (isinstance(share, int | float) and share * cfg.rollout.engines_per_gpu > 1):
+        yield (
+            f"`rollout.vllm.gpu_memory_utilization` ({'missing' if share is None else share}) is the share of one "
+            f"engine, and a GPU has {own}; set it to {math.floor(100 * most) / 100} or less"
         )
 
 
@@ -46,9 +70,16 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
 
 def _owned(cfg: Config) -> Iterator[str]:
     """Requires that the engines' GPUs are exactly the ranks' GPUs (`trainer.colocate=time`)."""
-    gpus = gpus_per_engine(cfg.rollout.vllm)
+    gpus, each = gpus_per_engine(cfg.rollout.vllm), cfg.rollout.engines_per_gpu
     engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
-    if cfg.trainer.device != "cpu" and engines * gpus != ranks:
+    if cfg.trainer.device == "cpu" or engines * gpus == ranks * each:
+        return
+    if each > 1:
+        yield (
+            f"with `trainer.colocate=time` `rollout.num_engines` ({engines}) must be `actor.num_workers` ({ranks}) "
+            f"times `rollout.engines_per_gpu` ({each}); set `rollout.num_engines={ranks * each}`"
+        )
+    else:
         yield (
             f"with `trainer.colocate=time` `rollout.num_engines` ({engines}) times "
             f"`rollout.vllm.tensor_parallel_size` ({gpus}) must be `actor.num_workers` ({ranks}): each engine owns the "

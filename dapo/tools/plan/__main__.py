@@ -1,10 +1,10 @@
 """Prints what a run needs before a GPU is rented: `python -m dapo.plan [--job] [+experiment=NAME] [key=value ...]`.
 
 Prints memory per GPU and phase, an engine's KV cache, disk, and the work and estimated time of one step, with their
-arithmetic. The assumptions are keys of `plan`. If something cannot fit, exits with 1 and the keys to change. With
-`--job`, prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit to signal the run,
-its output directory, and what it resumes from. Starts no worker and needs no network: the shapes of the shipped
-experiments' models are included (`dapo.config.facts.model_shape`).
+arithmetic, and what each setting of speed would bring. The assumptions are keys of `plan`. If something cannot fit,
+exits with 1 and the keys to change. With `--job`, prints what `launch/slurm/train.sbatch` reads instead: how many
+seconds before a time limit to signal the run, its output directory, and what it resumes from. Starts no worker and
+needs no network: the shapes of the shipped experiments' models are included (`dapo.config.facts.model_shape`).
 """
 
 import sys

@@ -13,13 +13,12 @@ from typing import Any
 from dapo.config.derived import device_of, gpus_per_engine, resolve_transport
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
+from dapo.config.rules.engine import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS
 from dapo.tools.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
 from dapo.tools.plan.terms import Term, together
 
 # vLLM 0.32: defaults of an embedded engine (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
-GPU_MEMORY_UTILIZATION = 0.92
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 VOCABULARY_MULTIPLE = 64  # embedding and head are padded to a multiple of it
 KV_BYTES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
@@ -44,6 +43,11 @@ class EngineMemory:
     @property
     def gpus(self) -> int:
         return gpus_per_engine(self.cfg.rollout.vllm)
+
+    @property
+    def sharing(self) -> int:
+        """Engines on one GPU."""
+        return self.cfg.rollout.engines_per_gpu if device_of(self.cfg) == "cuda" else 1
 
     @property
     def utilization(self) -> float:
@@ -151,10 +155,14 @@ class EngineMemory:
         """Number of longest sequences that the cache holds."""
         return self.kv_tokens / self.sequence_tokens
 
+    @staticmethod
+    def held(prompt: int, responses: Sequence[int]) -> float:
+        """Mean tokens of a growing sequence; longer ones are present for longer (`workers.capacity`)."""
+        return sum(r * (prompt + r / 2) for r in responses) / sum(responses)
+
     def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
-        """Number of growing sequences that the cache holds; longer ones are present for longer (`workers.capacity`)."""
-        held = sum(r * (prompt + r / 2) for r in responses) / sum(responses)
-        return self.kv_tokens / (held + self.block / 2)
+        """Number of growing sequences that the cache holds."""
+        return self.kv_tokens / (self.held(prompt, responses) + self.block / 2)
 
     def running(self, prompt: int, responses: Sequence[int]) -> int:
         return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))

@@ -7,19 +7,25 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.tools.plan.actor import ActorMemory
 from dapo.tools.plan.engine import EngineMemory
-from dapo.tools.plan.fit import hints, room_for_actors
-from dapo.tools.plan.step import TEXT_BYTES, Lead, Step, mean_tokens, on_disk, sync_bytes
+from dapo.tools.plan.fit import OTHER_LOSS, Change, hints, levers, room_for_actors, words
+from dapo.tools.plan.operations import attention_of
+from dapo.tools.plan.step import TEXT_BYTES, Lead, Step, mean_tokens, on_disk
 from dapo.tools.plan.terms import duration, short, size, table, together
+
+AGAIN = "to compute again what running requests had in the KV cache at the sync (weight_sync.keep_kv_cache)"
 
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Returns all sections. Sizes are decimal: 1 GB = 10^9 bytes."""
-    sections = [_model, _actor, _engine, _disk, _step, _time, _lead, _hints]
+    sections = [_model, _actor, _engine, _disk, _step, _time, _levers, _lead, _hints]
+    if device_of(cfg) == "cpu":
+        sections.remove(_levers)
     return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
 
 
 def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
+    engine = EngineMemory(cfg, shape)
+    gpus = cfg.rollout.num_engines * engine.gpus // engine.sharing
     layout = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
     if cfg.trainer.colocate == "time":
         layout = f"both on the same {max(gpus, cfg.actor.num_workers)}, in turn"
@@ -67,7 +73,8 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
     layers, heads, head_dim, width = engine.kv_factors
     return [
-        f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
+        f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus}"
+        f"{f', {engine.sharing} on each' if engine.sharing > 1 else ''})",
         *table(engine.terms(), "together"),
         *(["beyond its share, in a weight sync:", *table(engine.beyond(), "together")] if engine.beyond() else ()),
         f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = 2 x {layers} layers x "
@@ -90,7 +97,7 @@ def _disk(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 
 def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     step, packing, (prompt, response) = Step(cfg, shape), Step(cfg, shape).packing, mean_tokens(cfg)
-    again, attention_again = step.recomputed
+    backward = step.epoch.backward
     epochs = f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""
     return [
         f"ONE STEP (assumed lengths: mean prompt {prompt:,}, mean response {response:,} tokens, log-normal with sigma "
@@ -100,9 +107,9 @@ def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"  generates {short(step.generated_tokens)} response tokens = {step.sequences:,} x {response:,} / "
         f"{step.kept_rate:g} (assumed share of mixed groups)",
         f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",
-        *(f"  pass for {name}: {short(flops, 'FLOP')}" for name, flops in step.extra_passes.items()),
-        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {step.backward:g} + {again:.2f} again) "
-        f"+ attention x (1 + 2.5 + {attention_again:g} again){epochs}",
+        *(f"  pass for {name}: {short(part * step.forward_flops, 'FLOP')}" for name, part in step.extra_passes.items()),
+        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {backward.layers:.2f}) + head x "
+        f"(1 + {backward.head}) + attention x (1 + {backward.attention + backward.attention_backward:g}){epochs}",
         f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.rank_groups} groups of ranks, "
         f"{packing.filled:.0%} full; the mean rank does {packing.balance:.0%} of the heaviest's work",
     ]
@@ -115,29 +122,37 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     throughput_s, longest_s = step.generation_s(engine)
     gain_s = step.lending_s(engine) if lends(cfg) else 0.0
     generation_s = max(throughput_s - gain_s, longest_s)
-    sync_s = sync_bytes(shape) / plan.sync_bandwidth
-    overlap = cfg.filter_groups.max_staleness > 0 and cfg.trainer.colocate != "time"
-    both_s = max(generation_s, step.update_s) if overlap else generation_s + step.update_s
-    whole = both_s + sync_s + step.switch_s
+    both_s = max(generation_s, step.update_s) if step.overlaps else generation_s + step.update_s
+    whole = both_s + step.sync_s + step.switch_s
     running = engine.running(mean_tokens(cfg)[0], step.responses)
-    order = "the slower of generation and update" if overlap else "generation and update one after the other"
+    order = "the slower of generation and update" if step.overlaps else "generation and update one after the other"
     lines = [
-        f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, HFU {plan.hfu:.0%}, "
-        f"{short(plan.gpu_bandwidth, 'B/s')} of which decoding reaches {plan.bandwidth_share:.0%}, "
-        f"{plan.engine_step_s * 1000:g} ms more per decoding step, {plan.engine_sequence_s * 1e6:g} us of its host per "
-        f"token, sync {short(plan.sync_bandwidth, 'B/s')})",
+        f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, of which matrices reach {plan.matrix_share:.0%}, "
+        f"attention by {attention_of(cfg)}; {short(plan.gpu_bandwidth, 'B/s')}, of which decoding reaches "
+        f"{plan.bandwidth_share:.0%} and elementwise work {plan.memory_share:.0%};",
+        f"  {plan.engine_step_s * 1000:g} ms more per decoding step, {plan.engine_sequence_s * 1e6:g} us of its host "
+        "per token)",
         f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
         f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
         f"{duration(longest_s)}",
+        *([f"    of that {duration(again_s)} {AGAIN}"] if (again_s := step.again_s(engine)) else ()),
         f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}",
     ]
     for name, (computing, wire) in step.passes.items():
         lines.append(
             f"    {name}: {duration(computing)} of computing, overlapped with {duration(wire)} of communication"
         )
+    kinds = {kind: sum(each.get(kind, 0) for each in step.work.values()) for kind in (*step.work["forward"], "AdamW")}
+    shares = [(seconds / sum(kinds.values()), kind) for kind, seconds in kinds.items()]
+    words_of = [f"{kind} {share:.0%}" for share, kind in sorted(shares, reverse=True) if share > 0.005]
+    lines.append(f"    computing: {', '.join(words_of)}")
     if step.offload_s:
         lines.append(f"    gradients added up on the host, with nothing computed meanwhile: {duration(step.offload_s)}")
-    lines.append(f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}")
+    gather, send, load = (f"{seconds * 1000:.0f} ms" for seconds in step.bucket_s)
+    lines.append(
+        f"  weight sync {duration(step.sync_s)}: {size(step.sync_bytes)} in buckets, gathered in {gather} while "
+        f"the one before is sent in {send} and loaded in {load}, and {plan.sync_layer_s * 1000:g} ms per layer"
+    )
     if shares_gpus(cfg):
         lines.append(f"  switch {duration(step.switch_s)} (plan.switch_s, and the optimizer to the host and back)")
     if lends(cfg):
@@ -150,6 +165,17 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{short(step.trained_tokens / whole)} trained tokens/s"
     )
     return lines
+
+
+def _levers(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
+    found, (together, best) = levers(cfg, shape)
+    rows = [("as it is", Step(cfg, shape), Change())]
+    for change, step, fits in found:
+        rows.append(("another loss" if OTHER_LOSS in change else "" if fits else "does not fit", step, change))
+    rows += [("all that fit", best, together)] if together else []
+    lines = [f"{duration(step.update_s):>10} {step.mfu:5.0%}  {note:<12}  {words(keys)}" for note, step, keys in rows]
+    wrapped = (textwrap.fill(one, 116, subsequent_indent=32 * " ", break_on_hyphens=False) for one in lines)
+    return ["LEVERS, each alone (seconds of the update, MFU)", *wrapped]
 
 
 def _lead(cfg: PlannedConfig, shape: ModelShape) -> list[str]:

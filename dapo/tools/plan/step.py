@@ -9,21 +9,21 @@ several: the real update is then faster.
 import math
 import random
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from dapo.algorithm.packing import estimated_work, pack
 from dapo.config.algorithm import BY_COVARIANCE
-from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, shares_gpus
+from dapo.config.derived import device_of, lends, lent_engines, optimizer_steps, resolve_transport, shares_gpus
+from dapo.config.devices import gpus_per_engine
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.sampling.lending import Lending
-from dapo.tools.plan.actor import ActorMemory
+from dapo.tools.plan.actor import ELEMENT_BYTES, ActorMemory, bucket_term
 from dapo.tools.plan.engine import EngineMemory
+from dapo.tools.plan.operations import OPTIMIZER, Operations, fsdp_bytes, launch_s, moving_s
 from dapo.tools.plan.terms import Term, size, together
 
 SAMPLED_MINIBATCHES = 4
-# Multiples of the forward pass. Without weight gradients half as much; attention computes its scores once more.
-BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD = 2.0, 1.0, 2.5
 ROOM = 1.5  # safety factor, the same as for `trainer.max_hours`
 ENDING_S = 60.0  # for the processes to stop, and for Slurm's coarse timer
 CPU_UPDATE_S = 60.0  # there are no estimates without GPUs; a tiny model's update takes a second or two
@@ -39,10 +39,9 @@ def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
     return prompt, cfg.plan.mean_response_tokens or max(1, cfg.data.max_response_length // 3)
 
 
-def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
-    """Returns `count` lengths with the assumed mean, in a fixed random order."""
-    cap, wanted = cfg.data.max_response_length, min(mean_tokens(cfg)[1], cfg.data.max_response_length)
-    sigma = cfg.plan.length_sigma
+@cache
+def response_lengths(cap: int, wanted: int, sigma: float, count: int) -> tuple[int, ...]:
+    """Returns `count` lengths up to `cap` with the mean `wanted`, in a fixed random order. sigma: of their log."""
     rng = random.Random(0)
     spread = [math.exp(sigma * rng.gauss(0, 1)) for _ in range(count)]
     low, high = 0.0, 4.0 * cap
@@ -50,12 +49,7 @@ def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
         middle = (low + high) / 2
         mean = sum(min(cap, middle * s) for s in spread) / count
         low, high = (middle, high) if mean < wanted else (low, middle)
-    return [max(1, min(cap, round(high * s))) for s in spread]
-
-
-def sync_bytes(shape: ModelShape) -> int:
-    """Bytes of a weight sync to each engine, in bfloat16."""
-    return 2 * shape.parameters
+    return tuple(max(1, min(cap, round(high * s))) for s in spread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +60,24 @@ class Packing:
     micro_batches: int
     filled: float
     balance: float
+
+
+@cache
+def packed(lengths: tuple[int, ...], size: int, groups: int, room: int, equal_at: int) -> Packing:
+    """size: sequences of a mini-batch. groups: of ranks, with `room` tokens each in a micro-batch."""
+    bins, heaviest, work = 0, 0.0, 0.0
+    for start in range(0, len(lengths), size):
+        minibatch = lengths[start : start + size]
+        for position in zip(*pack(minibatch, groups, room, equal_at), strict=True):
+            loads = [sum(estimated_work(minibatch[i], equal_at) for i in members) for members in position]
+            heaviest += max(loads) * groups
+            work += sum(loads)
+            bins += groups
+    return Packing(
+        micro_batches=round(bins / groups * size / len(lengths)),
+        filled=sum(lengths) / (bins * room),
+        balance=work / heaviest,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,10 @@ class Step:
         return self.cfg.data.train_batch_size * self.cfg.rollout.n
 
     @cached_property
-    def responses(self) -> list[int]:
-        return response_lengths(self.cfg, SAMPLED_MINIBATCHES * self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n)
+    def responses(self) -> tuple[int, ...]:
+        cap, count = self.cfg.data.max_response_length, self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
+        wanted = min(mean_tokens(self.cfg)[1], cap)
+        return response_lengths(cap, wanted, self.cfg.plan.length_sigma, SAMPLED_MINIBATCHES * count)
 
     @property
     def kept_rate(self) -> float:
@@ -101,26 +115,15 @@ class Step:
         """The data-parallel size: groups of ranks that share micro-batches."""
         return self.cfg.actor.num_workers // self.cfg.actor.ulysses_sequence_parallel_size
 
-    @cached_property
+    @property
     def packing(self) -> Packing:
         prompt, _ = mean_tokens(self.cfg)
-        size = self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
-        room = self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size
-        equal_at = self.shape.attention_equals_rest_tokens
-        bins, heaviest, work, tokens = 0, 0.0, 0.0, 0
-        for start in range(0, SAMPLED_MINIBATCHES * size, size):
-            lengths = [prompt + r for r in self.responses[start : start + size]]
-            packed = pack(lengths, self.rank_groups, room, equal_at)
-            tokens += sum(lengths)
-            for position in zip(*packed, strict=True):
-                loads = [sum(estimated_work(lengths[i], equal_at) for i in members) for members in position]
-                heaviest += max(loads) * self.rank_groups
-                work += sum(loads)
-                bins += self.rank_groups
-        return Packing(
-            micro_batches=round(bins / self.rank_groups / SAMPLED_MINIBATCHES),
-            filled=tokens / (bins * room),
-            balance=work / heaviest,
+        return packed(
+            tuple(prompt + r for r in self.responses),
+            self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n,
+            self.rank_groups,
+            self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size,
+            self.shape.attention_equals_rest_tokens,
         )
 
     @property
@@ -133,54 +136,46 @@ class Step:
         return self.sequences * sum(mean_tokens(self.cfg))
 
     @cached_property
-    def _forward(self) -> tuple[float, float]:
-        """FLOPs of the matrices, and of attention, in one forward pass over the batch."""
-        prompt, response = mean_tokens(self.cfg)
-        lengths = [prompt + r for r in self.responses]
-        scale = self.sequences / len(lengths)
-        attention = sum(self.shape.attention_flops(length) for length in lengths)
-        whole = self.shape.forward_flops(lengths, head_tokens=sum(self.responses))
-        return scale * (whole - attention), scale * attention
+    def epoch(self) -> Operations:
+        prompt, _ = mean_tokens(self.cfg)
+        scale = self.sequences / len(self.responses)
+        return Operations(
+            cfg=self.cfg,
+            shape=self.shape,
+            tokens=scale * sum(prompt + r for r in self.responses),
+            responses=scale * sum(self.responses),
+            attention=scale * sum(self.shape.attention_flops(prompt + r) for r in self.responses),
+            micro_batches=self._micro_batches // self.cfg.actor.ppo_epochs * self.cfg.actor.num_workers,
+        )
+
+    @property
+    def _micro_batches(self) -> int:
+        """Of a rank in an update."""
+        return optimizer_steps(self.cfg) * self.packing.micro_batches
 
     @property
     def forward_flops(self) -> float:
-        return sum(self._forward)
-
-    @property
-    def recomputed(self) -> tuple[float, float]:
-        """Shares of the forward pass, of matrices and of attention, that the backward pass recomputes: always the head,
-        and all of a layer but `down`, whose output is needed only for a router's gradient."""
-        shape, mode = self.shape, self.cfg.model.gradient_checkpointing
-        h, i, q, kv = shape.hidden_size, shape.mlp_width, shape.attention_size, shape.kv_size
-        whole = h * (2 * q + 2 * kv + (3 * i + shape.experts if shape.experts else 2 * i))
-        kept = h * (q + kv + (0 if shape.experts else i))  # selective: k, o and up
-        products = {"full": whole, "selective": whole - kept, "none": 0}[mode]
-        per_token = 2 * (shape.num_layers * products + shape.embedding_parameters)
-        return per_token / shape.flops_per_token, 1.0 if mode == "full" else 0.0
-
-    @property
-    def backward(self) -> float:
-        """Multiple of the forward pass of matrices. With LoRA the frozen weights need no gradient."""
-        return FROZEN_BACKWARD if self.cfg.model.lora.rank else BACKWARD
+        return self.epoch.flops(self.epoch.forward)
 
     @property
     def update_flops(self) -> float:
-        (linear, attention), (again, attention_again) = self._forward, self.recomputed
-        once = linear * (1 + self.backward + again) + attention * (1 + ATTENTION_BACKWARD + attention_again)
-        return once * self.cfg.actor.ppo_epochs
+        return (self.forward_flops + self.epoch.flops(self.epoch.backward)) * self.cfg.actor.ppo_epochs
 
     @property
     def extra_passes(self) -> dict[str, float]:
-        """FLOPs of forward passes without gradient, by purpose."""
-        kl, passes = self.cfg.algorithm.kl, {}
-        several = optimizer_steps(self.cfg) > 1 or self.cfg.algorithm.policy_loss in BY_COVARIANCE
-        if several and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
-            passes["old log-probabilities"] = self.forward_flops
-        elif self.cfg.algorithm.entropy_top_share < 1:
-            passes["entropies"] = self.forward_flops
-        if kl.loss_coeff or kl.reward_coeff:
-            passes["reference log-probabilities"] = self.forward_flops
-        return passes
+        """Forward passes without gradient, by purpose: what share of the batch each goes over. The first optimizer step
+        computes old log-probabilities itself, unless something is chosen by them before."""
+        algorithm, passes = self.cfg.algorithm, {}
+        by_entropy, by_covariance = algorithm.entropy_top_share < 1, algorithm.policy_loss in BY_COVARIANCE
+        several = optimizer_steps(self.cfg) > 1 or by_covariance
+        if several and not algorithm.rollout_correction.use_rollout_logprobs:
+            first = self.cfg.actor.ppo_mini_batch_size / self.cfg.data.train_batch_size
+            passes["old log-probabilities"] = 1.0 if by_entropy or by_covariance else 1.0 - first
+        elif by_entropy:
+            passes["entropies"] = 1.0
+        if algorithm.kl.loss_coeff or algorithm.kl.reward_coeff:
+            passes["reference log-probabilities"] = 1.0
+        return {name: share for name, share in passes.items() if share}
 
     @property
     def traffic(self) -> tuple[float, float]:
@@ -200,27 +195,74 @@ class Step:
         return min(plan.node_bandwidth, math.gcd(shards, plan.gpus_per_node) * plan.network_bandwidth)
 
     @property
+    def sync_bytes(self) -> int:
+        """Bytes of a weight sync to each engine."""
+        return ELEMENT_BYTES[self.cfg.model.dtype] * self.shape.parameters
+
+    @property
+    def bucket_s(self) -> tuple[float, float, float]:
+        """Seconds to gather a full bucket of the weight sync, to send it from one adapter to all engines (0 by IPC),
+        and to load it. While a bucket is sent and loaded the ranks gather the next."""
+        plan, shards = self.cfg.plan, ActorMemory(self.cfg, self.shape).shards
+        size = bucket_term(self.cfg, self.shape, "bucket", 1).amount
+        gpus = self.cfg.actor.num_workers + self.cfg.rollout.num_engines * gpus_per_engine(self.cfg.rollout.vllm)
+        wire = plan.node_bandwidth if gpus <= plan.gpus_per_node else plan.network_bandwidth
+        sent = size / wire if resolve_transport(self.cfg) == "broadcast" else 0.0
+        return (1 - 1 / shards) * size / self.bandwidth, sent, size / plan.sync_bandwidth
+
+    @property
+    def sync_s(self) -> float:
+        gather, send, load = self.bucket_s
+        buckets = self.sync_bytes / (load * self.cfg.plan.sync_bandwidth)
+        first = self.shape.num_layers * self.cfg.plan.sync_layer_s + gather + send + load
+        return first + (buckets - 1) * max(gather, send + load)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines generate while the ranks train."""
+        return self.cfg.filter_groups.max_staleness > 0 and self.cfg.trainer.colocate != "time"
+
+    @property
     def rounds(self) -> int:
         """Parameter gathers per update and pass: one per micro-batch, or per optimizer step without resharding."""
         return optimizer_steps(self.cfg) * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
 
     @cached_property
-    def passes(self) -> dict[str, tuple[float, float]]:
-        """Seconds of computing and of communication, which overlap, by pass over the batch. All ranks wait for the
-        heaviest one, and a GPU waits for its host, which launches each layer."""
-        speed = self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
-        gathered, summed = (size / self.bandwidth for size in self.traffic)
-        epochs = self.cfg.actor.ppo_epochs
-        forward, rounds = epochs * self.forward_flops, self.rounds
-        micro_batches = optimizer_steps(self.cfg) * self.packing.micro_batches
-        launched = micro_batches * self.shape.num_layers * self.cfg.plan.layer_s
-        again = 1 if self.cfg.model.gradient_checkpointing == "none" else 2  # recomputation launches each layer again
-        found = {
-            name: (flops, launched / epochs, rounds / epochs * gathered) for name, flops in self.extra_passes.items()
+    def work(self) -> dict[str, dict[str, float]]:
+        """Seconds of the heaviest rank, by pass over the batch and kind of work. All ranks wait for it, and a GPU waits
+        for its host, which launches each layer."""
+        cfg, epoch, memory = self.cfg, self.epoch, ActorMemory(self.cfg, self.shape)
+        copied = fsdp_bytes(cfg, self.shape.parameters, memory.trained, memory.shards)
+        gathered, reduced, piled = (moving_s(cfg, each) for each in copied)
+        without_gradient, forward, backward = launch_s(cfg, self.shape)
+        speed, rounds, micro_batches = cfg.actor.num_workers * self.packing.balance, self.rounds, self._micro_batches
+
+        def one(of_epoch: dict[str, float], copying: float, launching: float, part: float = 1.0) -> dict[str, float]:
+            """part: of the update's epochs."""
+            found = {kind: epochs * part * seconds / speed for kind, seconds in of_epoch.items()}
+            found["FSDP"] = part * copying
+            return found | {"waiting for the host": max(0.0, part * launching - sum(found.values()))}
+
+        epochs, extra = cfg.actor.ppo_epochs, self.extra_passes.items()
+        once = epoch.seconds(epoch.forward), rounds * gathered, micro_batches * without_gradient
+        again = rounds * gathered if cfg.actor.reshard_after_forward else micro_batches * piled
+        moved = optimizer_steps(cfg) * OPTIMIZER * memory.trained / memory.shards
+        on_host = cfg.actor.offload == "host"
+        return {
+            **{name: one(*once, part / epochs) for name, part in extra},
+            "forward": one(epoch.seconds(epoch.forward), rounds * gathered, micro_batches * forward),
+            "backward": one(epoch.seconds(epoch.backward), again + rounds * reduced, micro_batches * backward),
+            "optimizer": {"AdamW": moved / cfg.plan.host_bandwidth if on_host else moving_s(cfg, moved)},
         }
-        found["forward"] = (forward, launched, rounds * gathered)
-        found["backward"] = (self.update_flops - forward, again * launched, rounds * (gathered + summed))
-        return {name: (max(flops / speed, host), wire) for name, (flops, host, wire) in found.items()}
+
+    @cached_property
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """Seconds of computing and of communication, which overlap, by pass over the batch."""
+        gathered, summed = (self.rounds * size / self.bandwidth for size in self.traffic)
+        again = gathered if self.cfg.actor.reshard_after_forward else 0.0
+        wires = {"forward": gathered, "backward": again + summed, "optimizer": 0.0}
+        wires |= {name: gathered * part / self.cfg.actor.ppo_epochs for name, part in self.extra_passes.items()}
+        return {name: (sum(kinds.values()), wires[name]) for name, kinds in self.work.items()}
 
     @property
     def offload_s(self) -> float:
@@ -240,9 +282,9 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of forward and backward pass; backward counts twice forward, once with LoRA."""
-        seconds = max(self.passes["forward"]) + max(self.passes["backward"]) + self.offload_s
-        flops = (1 + self.backward) * self.forward_flops * self.cfg.actor.ppo_epochs
+        """Model FLOPs utilization of forward, backward and optimizer; backward counts twice forward, once with LoRA."""
+        seconds = sum(max(self.passes[name]) for name in ("forward", "backward", "optimizer")) + self.offload_s
+        flops = (2 if self.cfg.model.lora.rank else 3) * self.forward_flops * self.cfg.actor.ppo_epochs
         return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
@@ -251,15 +293,26 @@ class Step:
         prompt, response = mean_tokens(self.cfg)
         read = engine.weights().amount + running * (prompt + response / 2) * engine.kv_bytes_per_token
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
-        computing = running * self.shape.flops_per_token / (engine.gpus * self.cfg.plan.gpu_flops * self.cfg.plan.hfu)
-        on_gpu = max(reading, computing) + self.cfg.plan.engine_step_s
+        speed = engine.gpus * self.cfg.plan.gpu_flops * self.cfg.plan.matrix_share
+        computing = running * self.shape.flops_per_token / speed
+        on_gpu = engine.sharing * max(reading, computing) + self.cfg.plan.engine_step_s
         return max(on_gpu, running * self.cfg.plan.engine_sequence_s)
+
+    def again_s(self, engine: EngineMemory) -> float:
+        """Seconds in which each engine computes again, after a weight sync, the keys and values of running requests."""
+        if not self.overlaps or self.cfg.weight_sync.keep_kv_cache:
+            return 0.0
+        prompt, _ = mean_tokens(self.cfg)
+        held, speed = engine.held(prompt, self.responses), self.cfg.plan.gpu_flops * self.cfg.plan.matrix_share
+        flops = engine.running(prompt, self.responses) * self.shape.forward_flops([round(held)], head_tokens=1)
+        return flops / (engine.gpus * speed)
 
     def generation_s(self, engine: EngineMemory) -> tuple[float, float]:
         """Seconds with all engines full, and seconds of the longest response alone, a lower bound."""
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
-        return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
+        filled_s = self.generated_tokens / throughput + self.again_s(engine)
+        return filled_s, self.cfg.data.max_response_length * self.token_s(engine, 1)
 
     def lending_s(self, engine: EngineMemory) -> float:
         """Seconds by which engines lent the ranks' GPUs shorten generation; 0 if that does not pay."""
@@ -285,7 +338,7 @@ class Lead:
             return 0.0
         if device_of(self.cfg) == "cpu":
             return CPU_UPDATE_S
-        return Step(self.cfg, self.shape).update_s + sync_bytes(self.shape) / self.cfg.plan.sync_bandwidth
+        return Step(self.cfg, self.shape).update_s + Step(self.cfg, self.shape).sync_s
 
     @cached_property
     def save_s(self) -> float:

@@ -58,6 +58,7 @@ class TwoEngines:
         if self._pool is None:
             cfg = make_config(self.path, 2)
             cfg.rollout.max_restarts = 100  # tests kill engines
+            cfg.rollout.engines_per_gpu = 2  # each opens the actors' memory by handles of its own
             self._pool = self._running.enter_context(started(self._loop, cfg, self.said.append))
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         self._loop.run(local_sync(self._pool, model)(0))

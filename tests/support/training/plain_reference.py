@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from dapo.config.schema import Config
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
 
 VOCABULARY = 64
 TEMPERATURE = 0.7
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 UPDATE_S, CHECKPOINT_S = 543.0, 2345.0  # deadlines that are nobody's default
 LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (4, 4), (6, 11), (3, 8))  # (prompt, response)
 
@@ -182,6 +184,17 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     assert found.keys() == wanted.keys()
     difference = math.fsum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
     return math.sqrt(difference / math.fsum(float(t.double().square().sum()) for t in wanted.values()))
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what would wait for a GPU: values that the host reads, and shapes that depend on values."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = WAITS & {*operator.tags}
+        if operator is torch.ops.aten.index.Tensor:  # its shape depends on masks alone
+            waits = [index for index in args[1] if index is not None and index.dtype is torch.bool]
+        assert not waits, f"{operator} waits for the device"
+        return operator(*args, **kwargs or {})
 
 
 def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:

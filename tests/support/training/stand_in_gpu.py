@@ -1,8 +1,9 @@
 """The second of two ranks on a GPU that is not there: `python -m tests.support.training.stand_in_gpu MODEL`.
 
 torch lets a device be registered in Python, and computes on it with tensors that have device, type and shape and no
-values. What a rank does runs as it would with CUDA, kernels for packed sequences included, and an operation on tensors
-of two devices raises. Prints a JSON line per case, or ends with the error.
+values. What a rank does runs as it would with CUDA, kernels for packed sequences included. An operation on tensors of
+two devices raises, and so does one that reads a value, for which the host would wait. Prints a JSON line per case, or
+ends with the error.
 """
 
 import json
@@ -116,8 +117,6 @@ def without_values(fake: FakeTensorMode, device: torch.device) -> None:
     fsdp._on_meta, fsdp.add_adapters = outside(fsdp._on_meta), outside(fsdp.add_adapters)
     fsdp.load_buffers = fsdp.load_parameters = fsdp.init_adapters = lambda *args: None
     fsdp.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
-    whole = update.row_of
-    update.row_of = lambda correction, staleness, result: whole(correction, staleness, None)
     update.gather = gather
     kernel = attention._varlen
 
@@ -143,6 +142,7 @@ def run(case: tuple[str, int, int], model: Path, sequences: Any, shards: DeviceM
     cfg = make_config(model, offload=offload, num_workers=2)
     cfg.model.dtype, cfg.model.lora.rank, cfg.trainer.colocate = "bfloat16", rank, "time"
     cfg.algorithm.entropy_coeff = cfg.algorithm.kl.loss_coeff = 0.1
+    cfg.algorithm.policy_loss = "gspo"
     cfg.model.head_dtype = "float32" if offload == "none" else "auto"
     world = dist.group.WORLD
     shared = SequenceParallel(1, size, world) if size > 1 else SequenceParallel()

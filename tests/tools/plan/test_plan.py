@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo.config.compose import experiments
+from dapo.config.derived import device_of
 from dapo.report.store.schema import DATABASE
 from dapo.state.batches import BATCHES
 from dapo.state.journal import JOURNAL
@@ -50,6 +51,7 @@ def test_every_experiment_is_answered_and_fits(name):
         "DIVIDES BADLY",
     ):
         assert f"\n{heading}" in text
+    assert ("\nLEVERS" in text) == (device_of(cfg) == "cuda")
     assert max(len(line) for line in text.splitlines()) < 200
 
 
@@ -176,8 +178,7 @@ def test_a_mixture_of_experts():
     sync = phase(ActorMemory(cfg, shape), "weight sync")
     assert term(sync, "one parameter gathered") == 2 * 2 * experts // 3 * 2
     assert EngineMemory(cfg, shape).weights().amount == 2 * shape.parameters / 4
-    again, _ = Step(cfg, shape).recomputed
-    assert again == 1, "a router's gradient needs the value of `down` too"
+    assert Step(cfg, shape).epoch.backward.layers == 2 + 1, "a router's gradient needs the value of `down` too"
     lora = changed(cfg, {"model.lora.rank": 16})
     attention = 2 * (2048 + 4096) + 2 * (2048 + 512)
     assert adapter_parameters(lora, shape) == 48 * 16 * attention, "experts have no adapters"
@@ -290,7 +291,7 @@ def test_an_argument_without_a_value_has_vllms_default():
     ("overrides", "message"),
     [
         pytest.param(["+plan.none=1"], "unknown key `plan.none`", id="key"),
-        pytest.param(["plan.hfu=2"], "`plan.hfu` (2.0) must be above 0 and at most 1", id="share"),
+        pytest.param(["plan.matrix_share=2"], "`plan.matrix_share` (2.0) must be above 0 and at most 1", id="share"),
         pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
         pytest.param(["model.path=nobody/nothing"], "no config.json", id="model"),
         pytest.param(["+rollout.vllm.kv_cache_dtype=nvfp4"], "`rollout.vllm.kv_cache_dtype` (nvfp4)", id="cache"),

@@ -50,6 +50,20 @@ def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
     assert "rollout.vllm.gpu_memory_utilization=0.83" in problem
 
 
+def test_engines_on_one_gpu_each_take_their_share_of_it():
+    words = ("rollout.engines_per_gpu=2", "rollout.num_engines=2", "rollout.vllm.gpu_memory_utilization=0.25")
+    (cfg, shape), (alone, _) = (planned(*given, experiment="dapo_qwen0.5b_1gpu") for given in (words, ()))
+    assert problems(cfg, shape) == []
+    assert room_for_actors(alone, shape) - room_for_actors(cfg, shape) == cfg.plan.engine_overhead_bytes
+    told = report(cfg, shape)
+    assert "both on the same 1, in turn" in told and "ENGINE (1 of 2, per GPU of 1, 2 on each)" in told
+    assert "2 on each" not in report(alone, shape)
+    small = {"rollout.vllm.gpu_memory_utilization": 0.46, "plan.gpu_memory_bytes": 40e9}
+    [problem] = problems(changed(cfg, small), shape)
+    assert problem.startswith("2 engines leave 3.20 GB of a GPU, and an actor rank needs")
+    assert "rollout.engines_per_gpu=1 rollout.num_engines=1" in problem
+
+
 def arriving(cfg, shape) -> float:
     """Parameters of the units after the root, each whole and as it arrives."""
     _, units = ActorMemory(cfg, shape)._arriving()

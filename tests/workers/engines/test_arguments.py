@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from dapo.config.schema import Config
 from dapo.workers.engines.arguments import engine_args
 
@@ -30,3 +32,24 @@ def test_engine_arguments():
     assert not any(
         "enable_sleep_mode" in each for each in (args("cuda"), args("cpu", "time"))
     )  # a CPU has no such mode
+
+
+@pytest.mark.parametrize(
+    ("vllm", "last"),
+    [
+        ({"max_num_seqs": 1024}, [1008, 1024]),
+        ({"max_num_seqs": 1000, "compilation_config": {"cudagraph_mode": "FULL"}}, [992, 1000]),
+        ({"max_num_seqs": 512}, None),
+        ({}, None),
+        ({"max_num_seqs": 1024, "enforce_eager": True}, None),
+        ({"max_num_seqs": 1024, "max_cudagraph_capture_size": 64}, None),
+        ({"max_num_seqs": 1024, "compilation_config": {"cudagraph_capture_sizes": [64]}}, None),
+        ({"max_num_seqs": 1024, "speculative_config": {"method": "ngram"}}, None),  # several tokens for each sequence
+    ],
+)
+def test_a_full_engine_runs_a_cuda_graph_where_vllm_would_stop_at_512(
+    vllm: dict[str, Any], last: list[int] | None
+) -> None:
+    sizes = args("cuda", **vllm).get("cudagraph_capture_sizes")
+    assert (sizes and sizes[-2:]) == last
+    assert "cudagraph_capture_sizes" not in args("cpu", **vllm)

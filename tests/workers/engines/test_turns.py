@@ -31,7 +31,7 @@ class Slot:
         self.let_start.set()
         self.refuses, self.known = "", False
         self.limit = SimpleNamespace(spent=lambda: self.restarts >= 5, add=lambda: None, worked=lambda: None, most=5)
-        self.failures = []
+        self.failures, self.like = [], None
 
     started = property(lambda self: self.size is not None)
 
@@ -40,6 +40,10 @@ class Slot:
         if self.failures:
             raise RemoteError(self.failures.pop(0))
         self.size = 1
+
+    def as_large_as(self, other):
+        assert other.started
+        self.like = other.number
 
     async def restart(self, *arguments):
         self.restarts, self.known, self.rested, self.worker = self.restarts + 1, False, False, object()
@@ -128,6 +132,32 @@ def test_an_engine_that_does_not_start_at_first_is_started_again(failures, resta
         assert asyncio.run(whole()) == (restarts, [True, True])
     told = failures[:-1] if restarts is None else failures
     assert said == [f"engine 1 did not start, and is started again: {why}" for why in told]
+
+
+@pytest.mark.parametrize(
+    ("options", "alone", "like"),
+    [({"num_gpus": 0}, [0, 2], [None, 0, None, 2]), ({}, [0, 1, 2, 3], [None] * 4)],
+    ids=["on GPUs of ranks", "on a CPU"],
+)
+def test_of_engines_on_one_gpu_the_first_starts_alone_and_the_others_take_its_cache_size(
+    options, alone, like, monkeypatch
+):
+    """vLLM measures by what is free on the GPU, which an engine that starts beside it would change."""
+    monkeypatch.setattr(keeping, "EngineSlot", Slot)
+
+    async def whole():
+        cfg = RolloutConfig(num_engines=4, engines_per_gpu=2)
+        keeper = keeping.Keeper([options] * 4, cfg, lambda line: None, lambda number: None, lambda number: None)
+        keeper.slots[0].let_start.clear()
+        starting = asyncio.create_task(keeper.start("model", {}, lambda number: ()))
+        await settled()
+        assert [slot.number for slot in keeper.slots if slot.started] == [number for number in alone if number]
+        keeper.slots[0].let_start.set()
+        await starting
+        assert [slot.like for slot in keeper.slots] == like and all(slot.serving for slot in keeper.slots)
+        await keeper.stop(0.0)
+
+    asyncio.run(whole())
 
 
 async def settled():
@@ -291,7 +321,7 @@ def test_an_engine_whose_gpus_are_not_to_be_had_is_one_that_does_not_start(monke
 )
 def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_start(monkeypatch, options, own, again):
     """vLLM measures what is free, and ranks that free or take memory meanwhile mislead it or fail its assertion."""
-    asked, sizes = [], iter([7, 0, 0])  # vLLM measures nothing where it is told
+    asked, sizes = [], iter([7, 0, 0, 0])  # vLLM measures nothing where it is told
 
     async def started(model, arguments, gpus):
         asked.append(arguments.get("kv_cache_memory_bytes"))
@@ -301,14 +331,16 @@ def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_s
         slot.worker = SimpleNamespace(start=SimpleNamespace(remote=started))
 
     monkeypatch.setattr(slots.EngineSlot, "_make", make)
-    slot = slots.EngineSlot(0, options, RolloutConfig())
+    slot, other = (slots.EngineSlot(number, options, RolloutConfig()) for number in range(2))
 
     async def starts():
         for start in (slot.start, slot.restart, slot.restart):
             await start("model", own, lambda number: ())
+        other.as_large_as(slot)
+        await other.start("model", own, lambda number: ())
 
     asyncio.run(starts())
-    assert asked == [own.get("kv_cache_memory_bytes"), again, again]
+    assert asked == [own.get("kv_cache_memory_bytes"), again, again, again]
 
 
 class Asked(RolloutPool):
@@ -330,3 +362,24 @@ def test_a_canary_is_sampled_at_the_temperature_of_the_run_and_never_with_the_sa
     for slot.restarts in (1, 1, 1, 2):
         asyncio.run(pool._canary(slot))  # type: ignore[arg-type]
     assert [*pool.asked.values()] == [(0.6, 1), (0.6, 2), (0.6, 3), (0.6, 4)], "each has a name of its own"
+
+
+def test_each_of_the_engines_on_a_gpu_opens_handles_of_its_own() -> None:
+    """A handle of CUDA memory is for one other process."""
+    opened: dict[int, Any] = {}
+
+    class Worker:
+        def __init__(self, number: int) -> None:
+            self.connect_weights = SimpleNamespace(remote=lambda info: opened.update({number: info}))
+
+    class Connected(RolloutPool):
+        def __init__(self) -> None:
+            self._cfg, self._processes = RolloutConfig(engines_per_gpu=2), 1
+            self._slots = [SimpleNamespace(worker=Worker(number)) for number in range(4)]
+
+        async def _all(self, *calls: Any) -> None: ...
+
+    memory = {"one GPU": ["first", "second"], "another": ["third", "fourth"]}
+    asyncio.run(Connected().connect_weights({"memory": memory}, (0, 2, 3), 1.0))
+    mine = {number: (info["memory"]["one GPU"], info["first_rank"]) for number, info in opened.items()}
+    assert mine == {0: ("first", 1), 2: ("first", 2), 3: ("second", 3)} and memory["another"] == ["third", "fourth"]

@@ -1,5 +1,6 @@
 """Which families of models work, each against plain transformers; and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dapo.types import TrainSequence
 from dapo.workers.actor import ActorWorker, split_batch
 from tests.support.training.model_families import FAMILIES, SIZES, Family, save_config, save_model
 from tests.support.training.plain_reference import (
+    NeverWaits,
     distance,
     full_gradients,
     full_weights,
@@ -58,7 +60,9 @@ def test_a_family_that_works_gives_transformers_logprobs_and_gradients(
 
     [work] = split_batch(train_batch(0, sequences), 1, 25)
     assert len(work.minibatches[0]) > 1
-    assert distance(full_gradients(rank, work), plain_gradients(plain, sequences)) <= 1e-5
+    with nullcontext() if name == "GPT-2" else NeverWaits():  # it looks for padding to warn of
+        gradients = full_gradients(rank, work)
+    assert distance(gradients, plain_gradients(plain, sequences)) <= 1e-5
 
     weights = full_weights(rank)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:

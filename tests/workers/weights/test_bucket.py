@@ -82,8 +82,8 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
 
 
-def make_sender(parameters, *, dtype="float32", bucket_bytes=300, rank=0) -> WeightSender:
-    return WeightSender(parameters, SHAPES, dtype=dtype, bucket_bytes=bucket_bytes, rank=rank, device=CPU)
+def make_sender(parameters, *, dtype="float32", bucket_bytes=300, rank=0, **more) -> WeightSender:
+    return WeightSender(parameters, SHAPES, dtype=dtype, bucket_bytes=bucket_bytes, rank=rank, device=CPU, **more)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -165,7 +165,7 @@ def test_parameters_that_are_not_the_plans_are_refused(change, said):
 
 def test_buckets_out_of_turn_are_refused_and_ends_that_are_opened_again_keep_their_memory():
     """Torch never frees on a GPU what an engine that died had not opened: each start of an engine would take more."""
-    sender = make_sender(lambda: iter(tensors().items()))
+    sender = make_sender(lambda: iter(tensors().items()), readers=3)
     first = sender.open("ipc", "", 1)
     slots = [slot.data_ptr() for slot in sender._transport._slots]
     sender.gather(0)
@@ -174,10 +174,11 @@ def test_buckets_out_of_turn_are_refused_and_ends_that_are_opened_again_keep_the
     assert sender.gather(0).index == 0, "a new sync starts over"
     second = sender.open("ipc", "", 1)
     assert [slot.data_ptr() for slot in sender._transport._slots] == slots
-    assert (first.capacity, len(first.handles)) == (second.capacity, len(second.handles))
-    other = open_shared(second.handles[0], CPU)
-    sender._transport._slots[0].fill_(7)
-    assert set(other.tolist()) == {7}, "it is the same memory"
+    assert (first.capacity, len(first.handles)) == (second.capacity, len(second.handles)) and len(second.handles) == 3
+    others = [open_shared(handle, CPU) for handles in second.handles for handle in handles]
+    for value, slot in enumerate(sender._transport._slots, start=7):
+        slot.fill_(value)
+    assert [{*other.tolist()} for other in others] == 3 * [{7}, {8}], "it is the same memory, for each engine there"
     assert sender.gather(0).index == 0
     sender.open("broadcast", "127.0.0.1", 1)
     assert not hasattr(sender._transport, "renew")

@@ -22,7 +22,8 @@ from dapo.algorithm.packing import worth_sharing
 from dapo.types import Experts, TrainSequence
 from dapo.workers.training.forward.attention import Segments, SharedPrompts
 from dapo.workers.training.forward.experts import OWN, take_experts
-from dapo.workers.training.forward.logprobs import token_logprobs
+from dapo.workers.training.forward.logprobs import Chunks, chunk_gradient, reduce_chunk, token_logprobs
+from dapo.workers.training.forward.recompute import Compiled
 from dapo.workers.training.forward.ulysses import gather_rows
 from dapo.workers.training.mesh import SequenceParallel
 
@@ -46,7 +47,7 @@ class MicroBatch:
     support_logprobs: Tensor | None  # [R, K] float32, of `dapo.types.Support`, padded by -inf
     advantages: Tensor  # [R] float32
     weights: Tensor  # [R] float32
-    segment_ids: Tensor  # [R] int64, index of the token's sequence
+    segment_ids: Tensor  # [R] int64, number of the token's sequence; those without a sampled token are not counted
     staleness: Tensor  # [R] int64, see `TrainSequence`
     experts: Tensor | None = None  # [t, layers, k] int16, to replay; `OWN` where the router chooses itself
 
@@ -83,7 +84,9 @@ def collate(
             tuple(lengths),
             to(_sums(lengths)),
             sequence_parallel.group,
-            SharedPrompts(tuple(prompts), tuple(whole), to(_sums(whole))) if whole != lengths else None,
+            SharedPrompts(tuple(prompts), tuple(whole), to(_sums(whole)), to(_rows(lengths, prompts)))
+            if whole != lengths
+            else None,
         ),
         predictors=to(predict[mine] - rank * run),
         labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
@@ -93,7 +96,7 @@ def collate(
         support_logprobs=None if (likely := _padded(sequences, "logprobs", -np.inf)) is None else to(likely),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
-        segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
+        segment_ids=to(np.unique(np.repeat(np.arange(len(sequences)), counts), return_inverse=True)[1]),
         staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
         experts=None if experts is None else to(experts[own]),
     )
@@ -113,6 +116,14 @@ def _padded(sequences: Sequence[TrainSequence], name: str, padding: float) -> ND
 
 def _sums(lengths: Sequence[int]) -> NDArray[np.int32]:
     return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def _rows(lengths: Sequence[int], prompts: Sequence[int]) -> NDArray[np.int64]:
+    """Returns the tokens that each segment attends to, its prompt's and its own, as indices into T."""
+    ends = _sums(lengths)
+    runs = [np.arange(ends[i], ends[i + 1]) for i in range(len(lengths))]
+    seen = [[runs[of], run] if of != i else [run] for i, (run, of) in enumerate(zip(runs, prompts, strict=True))]
+    return np.concatenate([run for each in seen for run in each]).astype(np.int64)
 
 
 def _lay_out(
@@ -198,12 +209,20 @@ class PackedPolicy(nn.Module):
         self.float32_logits, self.truncated = float32_logits, truncated
         take_experts(model)
         self.variant = Variant()
+        self.compiled: Compiled | None = None
+        self._chunks: Chunks | None = None
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             for name, value in vars(module).items():  # rates of models that call torch's functions
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
+
+    def compile_by(self, compiled: Compiled, checkpointing: str) -> None:
+        """Compiles the decoder layers and the passes over the logits. checkpointing: of activations."""
+        compiled.layers(self.model, checkpointing)
+        self.compiled = compiled
+        self._chunks = Chunks(compiled.function(reduce_chunk), compiled.function(chunk_gradient))
 
     @torch.no_grad()
     def probe(self, batch: MicroBatch, variant: Variant) -> Tensor:
@@ -246,6 +265,7 @@ class PackedPolicy(nn.Module):
             float32_logits=float32_logits,
             support=batch.support,
             truncated=self.truncated and batch.support is not None,
+            chunks=self._chunks,
         )
         if batch.support_logprobs is None:
             of_support = None

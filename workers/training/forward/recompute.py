@@ -1,15 +1,29 @@
 """Activation checkpointing per decoder layer (`model.gradient_checkpointing`): in training mode a layer keeps for the
-backward pass only its inputs (`full`), also what is expensive to compute (`selective`), or everything (`none`)."""
+backward pass only its inputs (`full`), also what is expensive to compute (`selective`), or everything (`none`). And the
+layers' compilation (`actor.compile`), which takes checkpointing in."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+import torch
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"})
 ATTENTION = frozenset(
     {
+        "dapo::segments_on_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -21,15 +35,53 @@ ATTENTION = frozenset(
     }
 )
 
+RECOMPILE_LIMIT = 64  # graphs of a layer: with a gradient or not, shared prompts, adapters; and kinds of layers
+
 
 def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     """Enables it in place. mode: one of `dapo.config.schema.GRADIENT_CHECKPOINTING`."""
-    if mode == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
-    if mode == "selective":
-        options["context_fn"] = _keep_expensive
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if mode != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_options(mode))
+
+
+class Compiled:
+    """Compiles parts of a policy by torch.compile, for any number of tokens and sequences. failure: why they are not
+    compiled any more; empty while they are."""
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.failure = ""
+        self._backend = backend
+        functorch.force_non_lazy_backward_lowering = True  # so that compiling fails in the forward pass or never
+        dynamo.recompile_limit = RECOMPILE_LIMIT
+
+    def layers(self, model: PreTrainedModel, mode: str) -> None:
+        """Compiles each decoder layer in place, with its checkpointing inside. mode: as of `checkpoint_activations`,
+        which is not called then."""
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                forward: Any = layer.forward
+                if mode != "none":
+                    forward = partial(checkpoint, forward, **_options(mode))
+                layer.forward = self.function(forward)
+
+    def function(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what computes the same, compiled; once compiling has failed, as it is."""
+        compiled = torch.compile(plain, dynamic=True, fullgraph=True, backend=self._backend)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.failure:
+                try:
+                    return compiled(*args, **kwargs)
+                except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                    self.failure = " ".join([type(error).__name__, *str(error).splitlines()[:2]])
+            return plain(*args, **kwargs)
+
+        return call
+
+
+def _options(mode: str) -> dict[str, Any]:
+    keep = {"context_fn": _keep_expensive} if mode == "selective" else {}
+    return {"use_reentrant": False, "preserve_rng_state": False, **keep}  # nothing in a layer is random
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
