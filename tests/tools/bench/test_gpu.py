@@ -126,5 +126,5 @@ def test_the_whole_page_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = [row for row in updates if row["s"] != "–"]
     assert {row["setting"] for row in measured} >= {"base", "selective", "no checkpointing", "no resharding"}
     assert [row["tokens"] for row in measured][:2] == ["192", "256"] and all(float(row["s"]) > 0 for row in measured)
-    assert [(row["answer"], row["at once"]) for row in generation] == [("16", "8"), ("32", "4")]
+    assert [(row["answer"], row["at once"]) for row in generation][:2] == [("16", "8"), ("32", "4")]
     assert float(turns[0]["GB/s"]) > 0
