@@ -35,10 +35,12 @@ def parser() -> argparse.ArgumentParser:
     step = command("step", "step", "run", "whole steps against the engines alone and a bare update")
     step.add_argument("shape", nargs="?", choices=(*LENGTHS, "both"), default="both", help="lengths of the responses")
     step.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of each shape")
+    step.add_argument("--model", help="long answers of random weights of this shape, without the floors")
     rewards = command("rewards", "rewards", "run", "throughput and latency of scoring", overrides=False)
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
     rewards.add_argument("--responses", type=positive, default=20_000)
+    _gpu(command("gpu", "gpu", "run", "a GPU in a few minutes: one page of updates, generation, turns and weight sync"))
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
     _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
     _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
@@ -46,10 +48,21 @@ def parser() -> argparse.ArgumentParser:
     return program
 
 
-def _models(command: argparse.ArgumentParser, models: Sequence[str]) -> None:
+def _models(
+    command: argparse.ArgumentParser, models: Sequence[str], folder: str = "where the random weights go for a while"
+) -> None:
     command.add_argument("--models", nargs="+", default=list(models), help="names in config/models, or directories")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    command.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
+    command.add_argument("--folder", help=f"{folder} (7B: 15 GB)")
+
+
+def _gpu(gpu: argparse.ArgumentParser) -> None:
+    _models(gpu, MODELS, "where the random weights go, and stay for the next call")
+    gpu.add_argument("--minutes", type=float, default=8, help="what cannot end within them is left out")
+    gpu.add_argument("--output", default="gpu.md", help="the page; beside it .json, from which the next call goes on")
+    gpu.add_argument("--tokens", type=positive, nargs="+", default=[4096, 20_480], help="of a micro-batch of an update")
+    gpu.add_argument("--answers", type=positive, nargs="+", default=[2048, 20_480], help="tokens of generated answers")
+    gpu.add_argument("--requests", type=positive, nargs="+", default=[512, 96], help="that run at once, of each length")
 
 
 def _device(device: argparse.ArgumentParser) -> None:
@@ -72,6 +85,7 @@ def _cycle(cycle: argparse.ArgumentParser) -> None:
 def _host(host: argparse.ArgumentParser) -> None:
     _models(host, MODELS[:1])
     host.add_argument("--requests", type=positive, nargs="+", default=[64, 512], help="that run at once")
+    host.add_argument("--prompts", type=positive, nargs="+", default=[8], help="tokens of a prompt, of all or of each")
     host.add_argument("--tokens", type=positive, default=1024, help="of a response at most")
     host.add_argument("--rounds", type=positive, default=3, help="measured rounds of each")
 

@@ -9,7 +9,6 @@ while engines are awake and asleep, and its range over the cycles.
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +41,6 @@ NAMES = (
 )
 WARM_UP = 1  # cycles: the first one connects both ends
 
-Row = dict[str, float]
-
 
 class TimedEngines(Recording):
     def __init__(self, pool: Any) -> None:
@@ -64,14 +61,16 @@ class TimedEngines(Recording):
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
     """Returns the configuration of one time-shared rank and engine. Raises ValueError for overrides that do not fit."""
-    return one_device_config(
-        given,
-        path,
+    share = "rollout.vllm={max_num_seqs: 64, gpu_memory_utilization: 0.5}"
+    return one_device_config(given, path, *arguments(given), share)
+
+
+def arguments(given: argparse.Namespace) -> list[str]:
+    return [
         *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", *LEARNT_NOTHING),
         f"weight_sync.bucket_bytes={given.bucket_mib << 20}",
-        "rollout.vllm={max_num_seqs: 64, gpu_memory_utilization: 0.5}",
         f"actor.max_tokens_per_gpu={max(given.tokens, 4096)}",
-    )
+    ]
 
 
 def free_bytes(worker: Any) -> int:
@@ -79,18 +78,19 @@ def free_bytes(worker: Any) -> int:
     return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_initialized() else 0
 
 
-async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
+async def measure(
+    cfg: Config, engines: RolloutPool, actors: ActorPool, given: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Returns the values of all measured cycles by name."""
+    cycle = Cycle(cfg, engines, actors, given.tokens)
     rows = []
-    with cluster(cfg):
-        async with engines_and_actors(cfg) as (engines, actors):
-            cycle = Cycle(cfg, engines, actors, tokens)
-            for number in range(1 - WARM_UP, cycles + 1):
-                row = await cycle.run()
-                if number > 0:
-                    rows.append(row)
-                    seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
-                    print(f"cycle {number}: {seconds}", flush=True)
-    return rows
+    for number in range(1 - WARM_UP, given.cycles + 1):
+        row = await cycle.run()
+        if number > 0:
+            rows.append(row)
+            seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
+            print(f"cycle {number}: {seconds}", flush=True)
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 class Cycle:
@@ -105,7 +105,7 @@ class Cycle:
         lengths = [(prompt, max(1, tokens - prompt))]
         self._batch = random_batch(lengths, vocabulary, np.random.default_rng(0))
 
-    async def run(self) -> Row:
+    async def run(self) -> dict[str, float]:
         began = time.monotonic()
         await self._pool.sleep()
         asleep = time.monotonic()
@@ -137,15 +137,15 @@ class Cycle:
         return max(float(np.abs(a - canary.rollout_logprobs).mean()) for a, canary in pairs)
 
 
-def report(model: str, rows: Sequence[Row]) -> list[str]:
-    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    asleep = [row["free asleep"] for row in rows]
+def cells(found: dict[str, list[float]]) -> list[str]:
+    """Returns the table's cells of one model, but for its name."""
+    median = {name: statistics.median(values) for name, values in found.items()}
+    asleep = found["free asleep"]
     return [
-        model,
         *(f"{median[name]:.2f}" for name in (*PHASES, "cycle")),
         *(f"{median[name] / GIB:.2f}" for name in ("free awake", "free asleep")),
         f"{(max(asleep) - min(asleep)) / max(*asleep, 1):.2%}",
-        f"{max(row['difference'] for row in rows):.1e}",
+        f"{max(found['difference']):.1e}",
     ]
 
 
@@ -156,4 +156,6 @@ def run(given: argparse.Namespace) -> None:
 
 async def rows_of(cfg: Config, model: str, given: argparse.Namespace) -> list[list[str]]:
     print(model, flush=True)
-    return [report(model, await measure(cfg, given.cycles, given.tokens))]
+    with cluster(cfg):
+        async with engines_and_actors(cfg) as (engines, actors):
+            return [[model, *cells(await measure(cfg, engines, actors, given))]]

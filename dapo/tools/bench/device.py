@@ -7,82 +7,90 @@ Recomputation by activation checkpointing does not count.
 """
 
 import argparse
+import itertools
 import json
-import multiprocessing
 import resource
 import socket
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from dapo.config.facts.model_shape import read_shape
-from dapo.config.schema import Config
-from dapo.tools.bench.setting import LEARNT_NOTHING, bench_config, needs_device, random_batch, random_weights
-from dapo.types import TrainBatch
+from dapo.tools.bench.alone import Row, Send, alone
+from dapo.tools.bench.setting import (
+    LEARNT_NOTHING,
+    bench_config,
+    needs_device,
+    random_batch,
+    random_weights,
+)
 from dapo.workers.actor import ActorWorker, split_batch
 
 WARM_UP = 1
-CASE_TIMEOUT_S = 900
+TIMEOUT_S = 1800
 
 
-def run_case(given: argparse.Namespace, cfg: Config, model: str, tokens: int, folder: str) -> dict[str, Any]:
-    """Returns one row; if the device runs out of memory it has "error" in place of the figures. cfg: `model.path` and
-    `actor.max_tokens_per_gpu` are set here. folder: for the weights, removed by the caller."""
-    shape = read_shape(model)
-    row: dict[str, Any] = {
-        "model": model,
-        "parameters": shape.parameters,
-        "tokens": tokens,
-        "sequences": given.sequences,
-        "micro_batches": given.micro_batches,
-        "gradient_checkpointing": cfg.model.gradient_checkpointing,
-        "dtype": cfg.model.dtype,
-        "attn_implementation": cfg.model.attn_implementation,
-        "offload": cfg.actor.offload,
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
-        "torch": torch.__version__,
-    }
-    cfg.model.path = str(random_weights(model, Path(folder)))
-    cfg.actor.max_tokens_per_gpu = tokens
-    length = tokens // given.sequences
-    prompt, count = max(1, length // 8), given.sequences * given.micro_batches
-    batch = random_batch([(prompt, length - prompt)] * count, shape.vocab_size, np.random.default_rng(0))
-    try:
-        seconds, metrics = _updates(cfg, given.device, batch, given.repeats)
-    except torch.cuda.OutOfMemoryError as error:
-        return row | {"error": f"out of memory: {error}".splitlines()[0], "peak_bytes": peak_bytes(given.device)}
-    flops = 3 * shape.forward_flops([length] * count, head_tokens=count * (length - prompt))
-    return row | {
-        "seconds": seconds,
-        "tokens_per_s": count * length / seconds,
-        "model_flops": flops,
-        "peak_flops": given.peak_flops,
-        "mfu": flops / seconds / given.peak_flops,
-        "peak_bytes": peak_bytes(given.device),
-        "grad_norm": metrics["actor/grad_norm"],
-    }
-
-
-def _updates(cfg: Config, device: str, batch: TrainBatch, updates: int) -> tuple[float, dict[str, float]]:
-    worker = ActorWorker(cfg, device)
+def updates(send: Send, path: str, given: argparse.Namespace, model: str, overrides: Sequence[str] = ()) -> None:
+    """Sends a row for each of `--tokens`, of ranks that start once. path: of weights of the model's shape. Needs a
+    process of its own."""
+    cfg = bench_config(*arguments(given.device, path, given.tokens), *overrides, *given.overrides)
+    shape, worker = read_shape(model), ActorWorker(cfg, given.device)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     worker.start(0, 1, "127.0.0.1", port)
-    [work] = split_batch(batch, 1, cfg.actor.max_tokens_per_gpu)
-    seconds = []
-    for version in range(WARM_UP + updates):
-        began = time.perf_counter()
-        metrics = worker.update(replace(work, version=version)).metrics  # on the host: the device has finished
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM_UP:]), metrics
+    versions = itertools.count()
+    for tokens in given.tokens:
+        length, count = tokens // given.sequences, given.sequences * given.micro_batches
+        prompt = max(1, length // 8)
+        batch = random_batch([(prompt, length - prompt)] * count, shape.vocab_size, np.random.default_rng(0))
+        [work] = split_batch(batch, 1, tokens)
+        seconds = []
+        for _ in range(WARM_UP + given.repeats):
+            began = time.perf_counter()
+            metrics = worker.update(replace(work, version=next(versions))).metrics  # on the host: it has finished
+            seconds.append(time.perf_counter() - began)
+        median = statistics.median(seconds[WARM_UP:])
+        flops = 3 * shape.forward_flops([length] * count, head_tokens=count * (length - prompt))
+        send(
+            {
+                "model": model,
+                "parameters": shape.parameters,
+                "tokens": tokens,
+                "sequences": given.sequences,
+                "micro_batches": given.micro_batches,
+                "gradient_checkpointing": cfg.model.gradient_checkpointing,
+                "dtype": cfg.model.dtype,
+                "attn_implementation": cfg.model.attn_implementation,
+                "offload": cfg.actor.offload,
+                "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
+                "torch": torch.__version__,
+                "seconds": median,
+                "tokens_per_s": count * length / median,
+                "model_flops": flops,
+                "peak_flops": given.peak_flops,
+                "mfu": flops / median / given.peak_flops,
+                "peak_bytes": peak_bytes(given.device),
+                "grad_norm": metrics["actor/grad_norm"],
+            }
+        )
+
+
+def arguments(device: str, path: str, tokens: Sequence[int]) -> list[str]:
+    """Returns the overrides for one rank."""
+    return [
+        *LEARNT_NOTHING,
+        *(f"model.path={path}", f"model.dtype={'bfloat16' if device == 'cuda' else 'float32'}"),
+        *("model.gradient_checkpointing=full", "rollout.temperature=1.0", "actor.num_workers=1"),
+        "actor.reshard_after_forward=true",  # else 7B takes 182 GB (`dapo.plan`): gradients unsharded
+        f"actor.max_tokens_per_gpu={max(tokens)}",
+    ]
 
 
 def peak_bytes(device: str) -> int:
@@ -94,23 +102,18 @@ def peak_bytes(device: str) -> int:
 
 def run(given: argparse.Namespace) -> None:
     needs_device(given.device)
-    dtype = "bfloat16" if given.device == "cuda" else "float32"
-    fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
-    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): gradients unsharded
     for model in given.models:
-        for tokens in given.tokens:
-            cfg = bench_config(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
-            with (
-                tempfile.TemporaryDirectory(dir=given.folder) as folder,
-                # One process per row: each starts with an empty device, and an error ends only its own row.
-                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
-            ):
-                try:
-                    case = process.submit(run_case, given, cfg, model, tokens, folder)
-                    row = case.result(timeout=CASE_TIMEOUT_S)
-                except Exception as error:  # the next rows do not depend on this one
-                    row = {"model": model, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}
-                line = json.dumps(row)
-            print(line, flush=True)
-            with Path(given.output).open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            path = str(random_weights(model, Path(folder)))
+            try:
+                for row in alone(updates, path, given, model, timeout_s=TIMEOUT_S):
+                    write(given.output, row)
+            except RuntimeError as error:  # the next models do not depend on this one
+                write(given.output, {"model": model, "error": str(error)})
+
+
+def write(path: str, row: Row) -> None:
+    line = json.dumps(row)
+    print(line, flush=True)
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

@@ -49,6 +49,11 @@ LONG = (
     "reward.functions=[{path: dapo.tiny.even_length}]",
 )
 
+UNFILTERED = (  # every group is trained on, as TRL does
+    *("filter_groups.enable=false", "data.train_files=[pkg://dapo.smollm2/data/train.parquet]", "data.val_files=[]"),
+    *("data.max_prompt_length=512", "weight_sync.max_mean_logprob_diff=1e9"),
+)
+
 
 def bench_config(*overrides: str) -> Config:
     """Returns the tiny experiment, or the one that `overrides` name, with the overrides applied and absolute paths."""
@@ -68,11 +73,15 @@ def one_device_config(given: argparse.Namespace, path: str, *overrides: str) -> 
     )
 
 
-def run_config(lengths: str, folder: Path, overrides: Sequence[str]) -> Config:
-    """Returns a configuration with 8 responses per prompt; "long" uses a random model whose responses end at random."""
+def run_config(lengths: str, folder: Path, overrides: Sequence[str], model: str = "") -> Config:
+    """Returns a configuration with 8 responses per prompt; "long" uses a random model whose responses end at random, or
+    one of the shape of `model`."""
     arguments = [*COMMON, f"trainer.output_dir={folder / lengths}"]
     if lengths == "long":
-        arguments += [*LONG, f"model.path={make_random_model(folder / 'random')}"]
+        path = random_model(model, folder / "random") if model else make_random_model(folder / "random")
+        arguments += [*LONG, f"model.path={path}"]
+    if model:
+        arguments += UNFILTERED
     (folder / lengths).mkdir()
     return bench_config(*arguments, *overrides)
 
@@ -185,6 +194,13 @@ def random_weights(model: str, folder: Path) -> Path:
     return folder
 
 
+def random_model(model: str, folder: Path) -> Path:
+    """Writes `random_weights` and a tokenizer of that vocabulary; returns the folder."""
+    path = random_weights(model, folder)
+    make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+    return path
+
+
 def of_models(
     given: argparse.Namespace,
     to_config: Callable[[argparse.Namespace, str], Config],
@@ -198,8 +214,7 @@ def of_models(
     try:
         for model in given.models:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                path = random_weights(model, Path(folder) / "model")
-                make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+                path = random_model(model, Path(folder) / "model")
                 rows += asyncio.run(measure(to_config(given, str(path)), model))
     finally:  # print the finished rows even if a larger model fails
         print(title)

@@ -33,7 +33,8 @@ from dapo.workers.training.forward.policy import PackedPolicy, collate
 ALLOWANCE_S = 0.2  # of a step beyond its floors, before the factor
 FACTOR = 1.25
 WARM_UP = 2  # steps before the measured ones
-SECONDS = ("step", "generation", "reward", "update", "sync", "driver", "engine alone", "bare update")
+SECONDS = ("step", "generation", "reward", "update", "sync", "driver")
+FLOORS = ("engine alone", "bare update", "ratio")
 SPEEDS = {"generation_tokens_per_s": "generation tokens/s", "update_tokens_per_s": "update response tokens/s"}
 
 
@@ -115,12 +116,12 @@ async def bare_update(ranks: Sequence[Any], batch: TrainBatch, cfg: Config) -> f
     return max(await wait(refs, cfg.actor.timeout_s, "the bare update", "actor.timeout_s"))
 
 
-async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]:
+async def measure(shape: str, cfg: Config, steps: int, *, floors: bool) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     async with workers(cfg) as (pools, prompts):
         assert isinstance(pools.rollouts, Engines)
         remote: Any = ray.remote(num_cpus=0)(BareRank)
-        ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
+        ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers * floors)]
         rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
         recorded = replace(pools, rollouts=cast(RolloutPool, rollouts), actors=cast(ActorPool, actors))
         async with trainer(cfg, recorded, prompts, Path(cfg.trainer.output_dir) / "run") as training:
@@ -128,41 +129,42 @@ async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]
             for step in range(1 - WARM_UP, steps + 1):
                 rollouts.requests.clear()
                 metrics = await training.step()
-                requests = list(rollouts.requests.values())
-                alone = await engines_alone(pools.rollouts, requests, cfg.rollout.timeout_s)
-                bare = await bare_update(ranks, actors.batch, cfg)
+                row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in SECONDS}
+                if floors:
+                    requests = list(rollouts.requests.values())
+                    alone = await engines_alone(pools.rollouts, requests, cfg.rollout.timeout_s)
+                    bare = await bare_update(ranks, actors.batch, cfg)
+                    ratio = row["step"] / (alone + bare + ALLOWANCE_S)
+                    row |= dict(zip(FLOORS, (alone, bare, ratio), strict=True))
                 if step > 0:
-                    rows.append(row_of(metrics, alone, bare))
-                    shown = "  ".join(f"{name} {rows[-1][name]:.2f}" for name in (*SECONDS, "ratio"))
-                    print(f"{shape} step {step}: {shown}", flush=True)
+                    print(f"{shape} step {step}: " + "  ".join(f"{name} {row[name]:.2f}" for name in row), flush=True)
+                    row |= {name: metrics[f"perf/{name}"] for name in (*SPEEDS, "goodput")}
+                    row |= {name: metrics[f"rollout/response_length_{name}"] for name in ("mean", "max")}
+                    rows.append(row)
     return rows
-
-
-def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, float]:
-    row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in SECONDS[:6]}
-    row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
-    row |= {name: metrics[f"perf/{name}"] for name in (*SPEEDS, "goodput")}
-    return row | {name: metrics[f"rollout/response_length_{name}"] for name in ("mean", "max")}
 
 
 def report(shape: str, rows: Sequence[dict[str, float]]) -> list[str]:
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return [
         f"{shape} (mean {median['mean']:.0f} tokens, longest {median['max']:.0f})",
-        *(f"{median[name]:.2f}" for name in (*SECONDS, "ratio", "goodput")),
+        *(f"{median[name]:.2f}" for name in (*SECONDS, *FLOORS, "goodput") if name in median),
         *(f"{median[name]:.0f}" for name in SPEEDS),
         f"{median['driver'] / median['step']:.1%}",
     ]
 
 
 def run(given: argparse.Namespace) -> None:
-    shapes = LENGTHS if given.shape == "both" else [given.shape]
-    rows = []
+    shapes = ["long"] if given.model else LENGTHS if given.shape == "both" else [given.shape]
+    rows, floors = [], () if given.model else FLOORS
     with tempfile.TemporaryDirectory() as folder:
         for shape in shapes:
-            cfg = run_config(shape, Path(folder), given.overrides)
-            rows.append(report(shape, asyncio.run(measure(shape, cfg, given.steps))))
-    names = ["shape", *(f"{name} s" for name in SECONDS), "ratio", "goodput", *SPEEDS.values(), "driver / step"]
+            cfg = run_config(shape, Path(folder), given.overrides, given.model)
+            found = asyncio.run(measure(shape, cfg, given.steps, floors=not given.model))
+            rows.append(report(shape, found))
+    seconds = [f"{name} s" for name in (*SECONDS, *floors[:2])]
+    names = ["shape", *seconds, *floors[2:], "goodput", *SPEEDS.values(), "driver / step"]
     print(f"\nmedians of {given.steps} steps")
     print(table(names, rows))
-    print(f"ratio = step / (engine alone + bare update + {ALLOWANCE_S} s), wanted: at most {FACTOR}")
+    if floors:
+        print(f"ratio = step / (engine alone + bare update + {ALLOWANCE_S} s), wanted: at most {FACTOR}")

@@ -5,10 +5,16 @@
 In an environment with trl and this project's requirements (`pip install --no-deps trl==1.16.0`). Model, data, reward,
 threads and held-out problems are that experiment's. Writes a JSON line per optimizer step and per evaluation; `seconds`
 leave evaluations out.
+
+With `--speed`, seconds a batch and tokens per second: MODEL is a name in config/models, whose weights are random, and
+`python -m dapo.bench step --model MODEL` is the same work here. `--vllm` generates with vLLM in the trainer's process,
+on its GPU.
 """
 
 import argparse
 import json
+import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,16 +25,24 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
+from dapo.ground.table import table
 from dapo.rewards.math import compute_score
 from dapo.smollm2.word_problems import tables
+from dapo.tiny import even_length
+from dapo.tools.bench.setting import random_model
 
-LONGEST = 64
+PROMPT = 512  # tokens at most, here with one for each byte
+WARM_UP = 2  # batches before the measured ones
 
 
 def right(completions: list[Any], truth: list[str], **_: Any) -> list[float]:
     return [
         compute_score("", each[0]["content"], answer)["score"] for each, answer in zip(completions, truth, strict=True)
     ]
+
+
+def even(completions: list[Any], **_: Any) -> list[float]:
+    return [even_length.compute_score("", each[0]["content"], "") for each in completions]
 
 
 def problems(name: str) -> list[dict[str, Any]]:
@@ -74,10 +88,10 @@ class HeldOut(TrainerCallback):
                 self._tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False)
                 for one in part
             ]
-            inputs = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+            inputs = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
             made = model.generate(
                 **inputs,
-                max_new_tokens=LONGEST,
+                max_new_tokens=self._given.length,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
@@ -92,10 +106,36 @@ class HeldOut(TrainerCallback):
         self._write(step=step, held_out=correct / len(self._problems))
 
 
+class Speed(TrainerCallback):
+    """Times whole batches: generation, reward, optimizer steps."""
+
+    def __init__(self, steps_per_batch: int) -> None:
+        self._steps, self._began = steps_per_batch, 0.0
+        self.seconds: list[float] = []
+        self.lengths: list[float] = []  # mean tokens of the responses
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._steps == 0:
+            now = time.monotonic()
+            self.seconds.append(now - self._began)
+            self._began = now
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if length := (logs or {}).get("completions/mean_length"):
+            self.lengths.append(length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--speed", action="store_true", help="measure whole batches on random weights; no evaluation")
+    parser.add_argument("--vllm", action="store_true", help="on a GPU, with vLLM in this process")
+    parser.add_argument("--vllm-memory", type=float, default=0.3, help="its share of the GPU")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a response at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--groups", type=int, default=8, help="of a batch")
@@ -110,15 +150,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(random_model(given.model, Path(folder) / "model")) if given.speed else given.model
+        train(given, path)
+
+
+def train(given: argparse.Namespace, path: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
     responses = given.groups * given.group_size
     accumulate = responses // given.steps_per_batch // given.micro_batch
+    cuda = torch.cuda.is_available()
     config = GRPOConfig(
         output_dir=f"{given.out}.trl",
         seed=given.seed,
-        use_cpu=True,
-        bf16=False,
-        learning_rate=given.lr,
+        use_cpu=not cuda,
+        bf16=cuda,  # weights and optimizer are float32, as here
+        learning_rate=1e-12 if given.speed else given.lr,
         lr_scheduler_type="constant",
         weight_decay=0.1,
         adam_beta2=0.98,
@@ -127,27 +174,40 @@ def main() -> None:
         gradient_accumulation_steps=accumulate,
         steps_per_generation=accumulate * given.steps_per_batch,
         num_generations=given.group_size,
-        max_completion_length=LONGEST,
+        max_completion_length=given.length,
         max_steps=given.max_steps,
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
         beta=0.0,
         temperature=1.0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=cuda,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         model_init_kwargs={"dtype": "float32"},
+        use_vllm=given.vllm,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=given.vllm_memory,
+        vllm_max_model_length=PROMPT + given.length,
     )
+    speed = Speed(given.steps_per_batch)
+    rewards = [right, *([get_soft_overlong_punishment(given.length, given.overlong)] if given.overlong else [])]
     GRPOTrainer(
-        model=str(given.model),
-        reward_funcs=[right, *([get_soft_overlong_punishment(LONGEST, given.overlong)] if given.overlong else [])],
+        model=path,
+        reward_funcs=[even] if given.speed else rewards,
         args=config,
         train_dataset=Dataset.from_list(problems("train.parquet")),
         processing_class=tokenizer,
-        callbacks=[HeldOut(given, tokenizer)],
+        callbacks=[speed if given.speed else HeldOut(given, tokenizer)],
     ).train()
+    if given.speed:
+        seconds = statistics.median(speed.seconds[WARM_UP:])
+        tokens = responses * statistics.mean(speed.lengths[WARM_UP * given.steps_per_batch :])
+        names = ("batches", "s a batch", "response tokens", "tokens/s")
+        cells = [str(len(speed.seconds) - WARM_UP), f"{seconds:.2f}", f"{tokens:.0f}", f"{tokens / seconds:.0f}"]
+        print(table(names, [cells]))
+        given.out.write_text(json.dumps({"seconds": speed.seconds, "mean_length": speed.lengths}) + "\n")
 
 
 if __name__ == "__main__":
