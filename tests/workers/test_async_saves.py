@@ -150,6 +150,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_write_beside_updates_go_on_unless_one_dies(
     model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path
 ) -> None:

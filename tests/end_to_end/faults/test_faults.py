@@ -90,6 +90,7 @@ def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:
     return kill
 
 
+@pytest.mark.nightly
 def test_an_engine_and_a_rank_lost_in_a_run_cost_time_and_nothing_else(
     runs: Runs,
     undisturbed: Undisturbed,

@@ -23,6 +23,7 @@ def run(*overrides: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.nightly
 def test_a_healthy_machine_has_nothing(tmp_path: Path) -> None:
     done = run(f"trainer.output_dir={tmp_path / 'out'}", "--json")
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -25,6 +25,7 @@ def run(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.small(tmp_path_factory.mktemp("replay") / "run", *STALE)
 
 
+@pytest.mark.nightly
 def test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it(run: Path) -> None:
     """The command is the one that a person types."""
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
@@ -41,6 +42,7 @@ def test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it(run: Path
     assert {path: path.stat().st_mtime_ns for path in before} == before, "the run is only read"
 
 
+@pytest.mark.nightly
 def test_what_another_setting_would_have_made_of_a_step(run: Path, runs: Runs, tmp_path: Path) -> None:
     given = prepare(run, 3, tmp_path / "other", ["actor.optim.lr=1e-5", "algorithm.clip_ratio_high=0.21"])
     assert given.cfg.checkpoint.accept_changes[2:] == ["algorithm.clip_ratio_high"]

@@ -134,7 +134,11 @@ def row_name(row: tuple[int, int]) -> str:
     return f"{row[0]}_ranks_{row[1]}_share"
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=row_name)
+@pytest.fixture(
+    scope="module",
+    params=[*ROWS[:-1], pytest.param(ROWS[-1], marks=pytest.mark.nightly)],
+    ids=[row_name(row) for row in ROWS],
+)
 def row(request: pytest.FixtureRequest, ray_cluster: None, tied_dir: Path) -> tuple[ActorPool, Config]:
     ranks, shared_by = request.param
     cfg = make_config(tied_dir, num_workers=ranks, ulysses_sequence_parallel_size=shared_by)

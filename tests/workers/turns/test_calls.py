@@ -82,6 +82,7 @@ def largest_difference(model, response: Response) -> float:
     return np.abs(own - response.rollout_logprobs)[mask].max()
 
 
+@pytest.mark.nightly
 def test_two_turns_have_the_models_logprobs_and_come_out_alike_when_a_worker_dies(engines, loop, tmp_path) -> None:
     _, model, tokenizer, _ = engines
     responses, _ = answered(engines, loop, tmp_path)
