@@ -32,7 +32,7 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-# Two processes, a file at a time: most of the time of the slow tests is one process that starts.
-python -m pytest -m "$select" -n 2 --dist loadfile --junitxml=test-results.xml --durations=20 --durations-min=5 "$@" ||
+# A file at a time. Three processes on two cores: slow tests mostly wait for processes to start.
+python -m pytest -m "$select" -n 3 --dist loadfile --junitxml=test-results.xml --durations=20 --durations-min=5 "$@" ||
   status=$?
 exit "$status"

@@ -79,18 +79,11 @@ class ActorWorker:
         mesh.join(
             self._device, rank=rank, world_size=world_size, address=master_addr, port=master_port, timeout_s=limit_s
         )
-        self._build()
-        kernel = choose_kernel(self._cfg.model.attn_implementation, self._device)
-        how, failure, compiled = [f"attention by {kernel}"] if kernel else [], "", self._policy.compiled
-        if compiled is not None:
-            began = time.monotonic()
-            self._updater.warm_up()
-            failure = compiled.failure
-            how.append(f"layers compiled in {time.monotonic() - began:.0f} s" if not failure else "layers not compiled")
-        return ", ".join(how), failure
+        return self._build()
 
-    def _build(self) -> None:
+    def _build(self) -> tuple[str, str]:
         cfg = self._cfg
+        kernel = choose_kernel(cfg.model.attn_implementation, self._device)
         self._mesh = mesh.arrange(
             self._device,
             timeout_s=min(cfg.actor.timeout_s, COLLECTIVE_S),
@@ -108,6 +101,13 @@ class ActorWorker:
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh, own_loss)
         self._version = RankVersion()
         self._senders: dict[str, WeightSender] = {}  # by transport
+        how, failure, compiled = [f"attention by {kernel}"] if kernel else [], "", self._policy.compiled
+        if compiled is not None:
+            began = time.monotonic()
+            self._updater.warm_up()
+            failure = compiled.failure
+            how.append(f"layers compiled in {time.monotonic() - began:.0f} s" if not failure else "layers not compiled")
+        return ", ".join(how), failure
 
     def update(self, work: RankWork) -> Updated:
         """Trains on this rank's share, which advances the policy version by one. Metrics are over all ranks. Raises

@@ -337,9 +337,9 @@ def measure_engines(
     cfg = one_device_config(argparse.Namespace(device=kind, overrides=words), path, *own)
 
     async def generate(pool: RolloutPool) -> None:
-        rows = host.measure(pool, cfg, asked)
-        for answer in answers:
-            send({"table": GENERATION, "answer": answer, "engines": len(pool.workers)} | await anext(rows))
+        lengths = iter(answers)
+        async for row in host.measure(pool, cfg, asked):
+            send({"table": GENERATION, "answer": next(lengths), "engines": len(pool.workers)} | row)
 
     async def measure() -> None:
         if turned is None:
