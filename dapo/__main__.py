@@ -19,6 +19,7 @@ COMMANDS = {
     "translate": ("tools.translate", "a verl or TRL run as a dapo experiment"),
     "selfcheck": ("rewards.selfcheck", "a reward function against the answers of a data set"),
     "config": ("config", "what a key means; all keys"),
+    "scale": ("tools.scale", "engines join or leave a run while it goes on"),
     "simulate": ("tools.simulate", "the buffer on simulated fleets"),
     "ablation": ("tools.ablation", "the paper's techniques one by one"),
     "bench": ("tools.bench", "seconds of a step and its parts"),

@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -139,8 +140,9 @@ class Pools:
     sync_weights(version): makes the engines serve `version`. weights: held while actors and engines have different
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
     compare(prompts, sampling, seed, stale): the metrics `mismatch/` (`dapo.algorithm.mismatch`), with `weights` held.
-    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns. gpus:
-    of all workers.
+    leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns.
+    scale(directory): lets engines join and leave as the run's directory says, until it is cancelled. gpus: of all
+    workers.
     """
 
     rollouts: RolloutPool
@@ -151,6 +153,7 @@ class Pools:
     compare: Compare | None = None
     leave_gpus: Callable[[], Awaitable[None]] | None = None
     lender: Lender | None = None
+    scale: Callable[[Path], Awaitable[None]] | None = None
     gpus: int = 0
 
     def lap(self) -> dict[str, float]:

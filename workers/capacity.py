@@ -23,7 +23,7 @@ class FleetCapacity:
     KEEP = 0.999  # decay of earlier observations per response
 
     def __init__(self, engines: Sequence[EngineSize]) -> None:
-        self._engines = tuple(engines)
+        self.engines = tuple(engines)
         # Before the first response has ended, assume that responses fill the window.
         window = max((engine.window for engine in engines), default=0)
         self._time, self._area = float(window), window * window / 2
@@ -43,7 +43,7 @@ class FleetCapacity:
     @property
     def responses(self) -> int:
         """Number of responses that all engines together run at once; at least one per engine."""
-        return sum(self._of(engine) for engine in self._engines)
+        return sum(self._of(engine) for engine in self.engines)
 
     def _of(self, engine: EngineSize) -> int:
         if not engine.kv_tokens or not self._area:

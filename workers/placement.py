@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import uuid4
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -146,6 +147,26 @@ class Placement:
             # Ray gives their GPUs to the ranks (`ranks_of_engine`).
             *(self._options(self._device, RANKS, bundle, 0, env, labels_there) for bundle in bundles),
         ]
+
+    def another(self) -> tuple[dict[str, Any], Callable[[int], None]]:
+        """Waits for a place for one engine more, also for a node that joins the cluster. Returns the engine's options,
+        and what to call with its number. Raises RuntimeError once waits are given up (`give_up`)."""
+        name, gpus = f"engine that joins {uuid4()}", gpus_per_engine(self._cfg.rollout.vllm)
+        if self._device == "cuda":
+            [pool] = [each for each in pools(self._cfg, self._device) if each.name == ENGINES]
+            labels = [dict(pool.labels)] if pool.labels else None
+            bundle: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
+            self._groups[name] = placement_group([bundle], strategy="PACK", bundle_label_selector=labels)
+            with waiting("a place for an engine that joins"):
+                if not self._found(self._groups[name], math.inf):
+                    raise RuntimeError("no place for an engine that joins was found")
+        env = vllm_environment(self._device, self._cfg.rollout.cpu_threads)
+
+        def own(number: int) -> None:
+            if name in self._groups:
+                self._groups[_engine(number)] = self._groups.pop(name)
+
+        return self._options(self._device, name, 0, gpus, env, self._cfg.rollout.node_labels), own
 
     def ranks_of_engine(self, number: int) -> list[int]:
         """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""

@@ -2,6 +2,7 @@
 engine repeats the responses of a lost one from the same seeds, with the same result."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,13 +15,14 @@ from dapo.config.sampling import RolloutConfig
 from dapo.ground.watchdog import waiting
 from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Request, Response, Sampling, TrainSequence
-from dapo.workers.capacity import FleetCapacity
+from dapo.workers.capacity import EngineSize, FleetCapacity
 from dapo.workers.engines.keeper import Keeper
 from dapo.workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
 from dapo.workers.engines.slot import EngineSlot, Gpus
 from dapo.workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from dapo.workers.weights.bucket import Bucket
 
+LOOK_S, STOP_S = 0.1, 3.0
 CANARY = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16)
 
 
@@ -66,8 +68,33 @@ class RolloutPool:
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
         """Starts and supervises all engines. gpus: the GPUs of an engine, if it shares them with ranks."""
         await self.keeper.start(model_path, engine_args, gpus)
-        self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
+        self._fleet = FleetCapacity(self._sizes())
         self._processes = gpus_per_engine(engine_args)
+
+    def _sizes(self) -> list[EngineSize]:
+        return [slot.size for slot in self._slots if slot.size is not None and not slot.leaving]
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Numbers of all engines but those that leave, whether or not they serve."""
+        return tuple(slot.number for slot in self._slots if not slot.leaving)
+
+    def join(self, options: dict[str, Any]) -> int:
+        """Starts one engine more, and returns its number. options: of Ray, from `workers.placement`."""
+        return self.keeper.join(options)
+
+    async def leave(self, number: int, notice_s: float, *, hand_over: bool) -> None:
+        """Ends an engine: it takes no more groups, and has `notice_s` to finish those that run. hand_over: others
+        continue what is unfinished then; otherwise they repeat it from its seeds, with the same result."""
+        slot = self._slots[number]
+        self.keeper.retire(slot)
+        self._fleet.engines = tuple(self._sizes())
+        until = time.monotonic() + notice_s
+        while slot.load and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+        if slot.load and hand_over:
+            await self._put_down({slot})
+        await self.keeper.end(slot, STOP_S)
 
     def take_weights(self, rejoin: Callable[[int], Awaitable[None]]) -> None:
         """rejoin: gives one restarted engine its weights. Without this call, it serves the model that it loads."""
@@ -95,7 +122,7 @@ class RolloutPool:
     def _slots_of(self, engines: int | None) -> int:
         """Number of responses that this many engines run at once. engines: None means all."""
         there = self._fleet.responses
-        return there if engines is None else there * engines // len(self._slots)
+        return there if engines is None else there * engines // max(1, len(self._fleet.engines))
 
     def slots(self) -> Slots:
         """Returns the slots of engines with their own GPUs, those of lent engines, and the responses queued for
@@ -211,7 +238,9 @@ class RolloutPool:
         runs. These engines do not serve until `admit`. The groups resume on any serving engine, so that a response may
         have tokens of several versions."""
         self.keeper.turn.clear()
-        resting = {slot for slot in self._slots if self.keeper.takes_turns(slot)}
+        await self._put_down({slot for slot in self._slots if self.keeper.takes_turns(slot)})
+
+    async def _put_down(self, resting: set[EngineSlot]) -> None:
         for slot in resting:
             slot.serving = False
         there = lambda group: group.home is not None and group.home[0] in resting  # noqa: E731
@@ -290,7 +319,9 @@ class RolloutPool:
         self.keeper.served(members)
         for number in members:
             slot = self._slots[number]
-            slot.serving = slot.proven = slot.started
+            slot.proven = slot.started
+            slot.serving = slot.started and not slot.leaving
+        self._fleet.engines = max(self._fleet.engines, tuple(self._sizes()), key=len)
         self.keeper.notify()
 
     def drop(self, members: Sequence[int]) -> None:

@@ -261,6 +261,9 @@ class RolloutConfig(SamplingConfig):
     )
     max_restarts: int = at_least(0, 5, "restarts of an engine within an hour; then it is given up", resume="harmless")
     min_engines: int = at_least(1, 1, "with fewer engines the run saves and ends", resume="harmless")
+    leave_s: float = positive(
+        120.0, "seconds that an engine which leaves (`dapo scale`) has to finish responses", resume="harmless"
+    )
     node_labels: dict[str, str] = node_labels("an engine")
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)
     vllm: dict[str, Any] = key(

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dapo.config.derived import device_of, lends, lent_engines, shares_gpus
 from dapo.config.schema import Config
 from dapo.driver.fixed_policy import FixedPolicy
+from dapo.driver.scaling import Scaling
 from dapo.ground.console import say, warn
 from dapo.ground.signals import finish
 from dapo.ground.watchdog import waiting
@@ -98,6 +99,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
+        scales = rollouts is None and half != "train" and not shares_gpus(cfg)
         lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
         yield Pools(
             rollouts=in_turns(cfg, engines, functions),
@@ -108,6 +110,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             compare=sync.compare if isinstance(sync, WeightSync) else None,
             leave_gpus=leave_gpus if lender is None else lender.leave,
             lender=lender,
+            scale=Scaling(engines, placement, cfg, warn).follow if scales else None,
             gpus=count_gpus(cfg, device),
         )
     finally:

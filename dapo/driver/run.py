@@ -8,8 +8,8 @@ However a run ends (last step, Ctrl-C, a signal, a failure), what was trained is
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -36,6 +36,7 @@ from dapo.ground.console import end_at_once, hearing_warnings, say, warn
 from dapo.ground.signals import Stop
 from dapo.ground.time_limit import TimeLimit
 from dapo.ground.watchdog import Watchdog, waiting
+from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks.choice import sinks_of
 from dapo.report.store.samples import SampleStore
@@ -150,7 +151,8 @@ async def _train(
                         made = partial(
                             Session, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
                         )
-                        await run_to_end(lambda: progress.of(made()), pools.actors, cfg.actor.max_restarts)
+                        async with scaled(pools, run_dir.path):
+                            await run_to_end(lambda: progress.of(made()), pools.actors, cfg.actor.max_restarts)
             except HeadLost as error:
                 logger.close()
                 run_dir.release()
@@ -158,6 +160,18 @@ async def _train(
             finally:
                 progress.over()
                 logger.close()
+
+
+@asynccontextmanager
+async def scaled(pools: Pools, directory: Path) -> AsyncIterator[None]:
+    """Lets engines join and leave in the block."""
+    following = None if pools.scale is None else asyncio.ensure_future(pools.scale(directory))
+    try:
+        yield
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
 
 
 def _halve(cfg: Config, until: int | None) -> int | None:

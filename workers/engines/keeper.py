@@ -63,6 +63,7 @@ class Keeper:
         """Starts all engines in parallel, retrying failures. Where engines share a GPU the first of them starts alone,
         and the others take its KV cache size: vLLM measures it by the GPU's free memory. Raises RemoteError if one does
         not start."""
+        self._arguments = model_path, engine_args, gpus
         first = self.slots[:: self._per_gpu]
         await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in first)
         if others := [slot for slot in self.slots if slot not in first]:
@@ -72,6 +73,39 @@ class Keeper:
         for slot in self.slots:
             slot.serving = True
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
+
+    def join(self, options: dict[str, Any]) -> int:
+        """Starts one engine more beside the others, and returns its number. It serves when it has the weights that they
+        serve, and has been compared with the actors."""
+        number = len(self.slots)
+        slot = EngineSlot(number, options, self._cfg, count=number + 1)
+        slot.proven = False
+        self.slots.append(slot)
+        self._watches.append(asyncio.create_task(self._join(slot)))
+        return number
+
+    async def _join(self, slot: EngineSlot) -> None:
+        try:
+            await self._start(slot, *self._arguments)
+        except RemoteError as error:
+            self._warn(f"engine {slot.number} does not join: {error}")
+            slot.leaving = True
+            self._release(slot.number)
+            return
+        await self._rejoin(slot)
+        await self._watch(slot, *self._arguments)
+
+    def retire(self, slot: EngineSlot) -> None:
+        """Gives an engine no more groups, and does not replace it if it is lost."""
+        slot.serving, slot.leaving = False, True
+        self._watches[slot.number].cancel()
+        self.notify()
+
+    async def end(self, slot: EngineSlot, grace_s: float) -> None:
+        """Ends an engine that leaves; what still runs on it is repeated by others."""
+        await slot.stop(grace_s)
+        self._release(slot.number)
+        self.notify()
 
     async def _start(self, slot: EngineSlot, *arguments: Any) -> None:
         """Starts an engine for the first time, with the usual restart limit. A failure that repeats with the same
@@ -168,7 +202,8 @@ class Keeper:
             try:
                 await self._give_weights(slot.number)
                 if slot.serving:
-                    self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
+                    how = f"serves again (restart {slot.restarts})" if slot.restarts else "has joined, and serves"
+                    self._warn(f"engine {slot.number} {how}")
                 return
             except Exception as error:
                 self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
@@ -181,7 +216,9 @@ class Keeper:
         self._warn(f"engine {slot.number} was started {slot.limit.most} times in an hour or in a row, and is given up")
         self._release(slot.number)
         kept = zip(self.slots, self._watches, strict=True)
-        left = sum(not watch.done() for other, watch in kept if not other.lent and other is not slot)
+        left = sum(
+            not watch.done() for other, watch in kept if not other.lent and not other.leaving and other is not slot
+        )
         if left < self._cfg.min_engines:
             self.exhausted = (
                 f"{left} engines are left, and `rollout.min_engines` asks for {self._cfg.min_engines}: the others were "
@@ -195,7 +232,8 @@ class Keeper:
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]:
         """Returns the running engines that can take part in a weight sync: the lent ones, or the others."""
-        return tuple(slot.number for slot in self.slots if slot.started and slot.lent == lent)
+        there = (slot for slot in self.slots if slot.started and not slot.leaving)
+        return tuple(slot.number for slot in there if slot.lent == lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
         """Drops those of these engines that have ended or do not answer within `grace_s`; returns whether there are

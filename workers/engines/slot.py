@@ -25,7 +25,8 @@ class EngineSlot:
     """One engine. load: responses that run or wait in it. serving: it holds the current weights and takes groups.
     version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
     of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
-    runs on the actors' GPUs while other engines have their own. limit: its restart limit. follower: counts of its work.
+    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. limit: its
+    restart limit. follower: counts of its work.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class EngineSlot:
         self._count = count
         self.load = 0
         self.size: EngineSize | None = None
-        self.serving = False
+        self.serving = self.leaving = False
         self.version = 0
         self.proven, self.rested = True, False
         self.restarts = self.compared = 0

@@ -1,0 +1,106 @@
+"""`dapo scale`: the file that it writes, and what the driver makes of it; with engines: end_to_end/test_scale."""
+
+import asyncio
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dapo.config.schema import Config
+from dapo.driver import scaling
+from dapo.driver.scaling import Scaling
+from dapo.state.fleet_size import WANTED, want_engines
+from dapo.tools.scale import main
+from dapo.workers.remote import RemoteError
+
+
+class Engines:
+    """Those of a pool, of which number 1 is lost as it leaves."""
+
+    def __init__(self, count: int) -> None:
+        self.engines = tuple(range(count))
+        self.left: list[tuple[int, float, bool]] = []
+
+    def join(self, options: str) -> int:
+        assert options == "options"
+        number = max(self.engines) + 1
+        self.engines += (number,)
+        return number
+
+    async def leave(self, number: int, notice_s: float, *, hand_over: bool) -> None:
+        self.left.append((number, notice_s, hand_over))
+        self.engines = tuple(engine for engine in self.engines if engine != number)
+        if number == 1:
+            raise RemoteError("lost")
+
+
+class Places:
+    def __init__(self) -> None:
+        self.owned: list[int] = []
+
+    def another(self):
+        return "options", self.owned.append
+
+
+def follow(count: int, wanted: list[str], folder: Path, staleness: int = 0) -> tuple[Engines, Places]:
+    """After each of the file's texts in turn."""
+    engines, places, cfg = Engines(count), Places(), Config()
+    cfg.filter_groups.max_staleness, cfg.rollout.leave_s = staleness, 7.0
+
+    async def run() -> None:
+        task = asyncio.create_task(Scaling(engines, places, cfg, lambda line: None).follow(folder))  # type: ignore[arg-type]
+        for text in wanted:
+            (folder / WANTED).write_text(text)
+            await asyncio.sleep(0.2)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    return engines, places
+
+
+def write_config(folder: Path, least: int, colocate: str, only: str) -> None:
+    text = f"rollout: {{min_engines: {least}}}\ntrainer: {{colocate: {colocate}, only: {only}}}\n"
+    (folder / "config.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_engines_join_and_leave_as_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    monkeypatch.setattr(scaling, "POLL_S", 0.01)
+    engines, places = follow(2, ["3", "3\n", "", "5"], tmp_path, staleness)
+    assert engines.engines == (0, 1, 2, 3, 4) and places.owned == [2, 3, 4] and engines.left == []
+    engines, _ = follow(3, ["1"], tmp_path, staleness)
+    assert engines.engines == (0,) and engines.left == [(2, 7.0, staleness > 0), (1, 7.0, staleness > 0)]
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        (None, "engines=2", "is not the directory of a run"),
+        ((2, "none", "both"), "engines=1", r"`rollout.min_engines` \(2\)"),
+        ((1, "time", "both"), "engines=2", r"`trainer.colocate` \(time\)"),
+        ((1, "none", "train"), "engines=2", r"`trainer.only` \(train\)"),
+        ((1, "none", "both"), "engines=two", "must be engines=N"),
+    ],
+)
+def test_what_cannot_be_scaled_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: tuple[int, str, str] | None, words: str, message: str
+) -> None:
+    if config is not None:
+        write_config(tmp_path, *config)
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), words])
+    assert re.search(message, str(ended.value) + capsys.readouterr().err)
+    assert not (tmp_path / WANTED).exists()
+
+
+def test_the_command_writes_what_the_driver_reads(tmp_path: Path) -> None:
+    write_config(tmp_path, 1, "none", "both")
+    main([str(tmp_path), "engines=4"])
+    assert (tmp_path / WANTED).read_text() == "4\n"
+    want_engines(tmp_path, 2)
+    assert (tmp_path / WANTED).read_text() == "2\n"

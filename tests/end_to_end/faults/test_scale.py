@@ -1,0 +1,90 @@
+"""Engines that join and leave a run: told (`dapo scale`) or killed, they change neither tokens nor weights."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.config.paths import resolve_path
+from dapo.state.fleet_size import want_engines
+from tests.support.outcomes import assert_all_draws_are_accounted_for, outcome
+from tests.support.runs import START_S, command, metrics, run_program
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
+
+STEPS = 60
+WORK = ("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=16", "actor.max_tokens_per_gpu=1024")
+RUN = (*WORK, f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "rollout.max_restarts=50")
+
+
+class Program:
+    def __init__(self, line: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT)
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self._log.read_text()))
+
+    @property
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while self.runs and not holds():
+            assert time.monotonic() < deadline, self._log.read_text()[-2000:]
+            time.sleep(0.2)
+
+    def kill_an_engine(self) -> None:
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        [*others, youngest] = sorted(
+            (each for each in below if "EngineCore" in each.name()), key=lambda each: each.create_time()
+        )
+        assert others
+        os.kill(youngest.pid, signal.SIGKILL)
+
+
+def scale_again_and_again(program: Program, run: Path) -> int:
+    """Up to four engines, of which one is killed before they leave; returns how often engines came and went."""
+    joined, left = r"has joined, and serves", r"leaves, because `dapo scale`"
+    program.until(lambda: program.count("step 1/") > 0)
+    while program.runs and len(metrics(run)) < STEPS - 4:
+        for most in (2, 4):
+            came, went = program.count(joined), program.count(left)
+            want_engines(run, most)
+            program.until(lambda came=came, most=most: program.count(joined) >= came + most - 1)
+            if program.runs and most == 4:
+                program.kill_an_engine()
+            want_engines(run, 1)
+            program.until(lambda went=went, most=most: program.count(left) >= went + most - 1)
+    return program.count(joined) + program.count(left)
+
+
+@pytest.mark.parametrize(
+    "staleness", [(), ("filter_groups.max_staleness=1", "algorithm.rollout_correction.mode=truncate")], ids=["0", "1"]
+)
+def test_engines_that_come_and_go(tmp_path: Path, staleness: tuple[str, ...]) -> None:
+    pq.write_table(
+        pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), tmp_path / "val.parquet"
+    )
+    scaled, val = tmp_path / "scaled", str(tmp_path / "val.parquet")
+    program = Program(command(scaled, val, *RUN, *staleness), tmp_path / "log")
+    try:
+        changes = scale_again_and_again(program, scaled)
+        assert program.process.wait(START_S) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        program.process.terminate()
+    print(f"{changes} engines came or went in {STEPS} steps")
+    assert changes >= 8
+    assert_all_draws_are_accounted_for(scaled)
+    if not staleness:
+        run_program(tmp_path / "plain", val, *RUN)
+        assert outcome(scaled) == outcome(tmp_path / "plain")
