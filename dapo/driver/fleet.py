@@ -91,6 +91,13 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     async def start_others() -> None:
         await asyncio.gather(start_rewards(), start_functions(cfg, functions), actors.start())
 
+    async def join() -> None:
+        options, own = await asyncio.to_thread(placement.another)
+        own(engines.join(options))
+
+    async def leave(number: int) -> None:  # at staleness 0 the same tokens have to come
+        await engines.leave(number, cfg.rollout.leave_s, hand_over=cfg.filter_groups.max_staleness > 0)
+
     try:
         if shares_gpus(cfg):  # an engine measures free memory, so actors must not load meanwhile
             await actors.find()
@@ -110,7 +117,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             compare=sync.compare if isinstance(sync, WeightSync) else None,
             leave_gpus=leave_gpus if lender is None else lender.leave,
             lender=lender,
-            scale=Scaling(engines, placement, cfg, warn).follow if scales else None,
+            scale=Scaling(lambda: engines.engines, join, leave, warn).follow if scales else None,
             gpus=count_gpus(cfg, device),
         )
     finally:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dapo.config.schema import Config
 from dapo.driver import scaling
 from dapo.driver.scaling import Scaling
 from dapo.state.fleet_size import WANTED, want_engines
@@ -19,37 +18,27 @@ class Engines:
     """Those of a pool, of which number 1 is lost as it leaves."""
 
     def __init__(self, count: int) -> None:
-        self.engines = tuple(range(count))
-        self.left: list[tuple[int, float, bool]] = []
+        self.there = tuple(range(count))
+        self.left: list[int] = []
 
-    def join(self, options: str) -> int:
-        assert options == "options"
-        number = max(self.engines) + 1
-        self.engines += (number,)
-        return number
+    async def join(self) -> None:
+        await asyncio.sleep(0.05)  # for a place
+        self.there += (max(self.there) + 1,)
 
-    async def leave(self, number: int, notice_s: float, *, hand_over: bool) -> None:
-        self.left.append((number, notice_s, hand_over))
-        self.engines = tuple(engine for engine in self.engines if engine != number)
+    async def leave(self, number: int) -> None:
+        self.left.append(number)
+        self.there = tuple(engine for engine in self.there if engine != number)
         if number == 1:
             raise RemoteError("lost")
 
 
-class Places:
-    def __init__(self) -> None:
-        self.owned: list[int] = []
-
-    def another(self):
-        return "options", self.owned.append
-
-
-def follow(count: int, wanted: list[str], folder: Path, staleness: int = 0) -> tuple[Engines, Places]:
+def follow(count: int, wanted: list[str], folder: Path) -> Engines:
     """After each of the file's texts in turn."""
-    engines, places, cfg = Engines(count), Places(), Config()
-    cfg.filter_groups.max_staleness, cfg.rollout.leave_s = staleness, 7.0
+    engines = Engines(count)
 
     async def run() -> None:
-        task = asyncio.create_task(Scaling(engines, places, cfg, lambda line: None).follow(folder))  # type: ignore[arg-type]
+        scaling = Scaling(lambda: engines.there, engines.join, engines.leave, lambda line: None)
+        task = asyncio.create_task(scaling.follow(folder))
         for text in wanted:
             (folder / WANTED).write_text(text)
             await asyncio.sleep(0.2)
@@ -58,7 +47,7 @@ def follow(count: int, wanted: list[str], folder: Path, staleness: int = 0) -> t
             await task
 
     asyncio.run(run())
-    return engines, places
+    return engines
 
 
 def write_config(folder: Path, least: int, colocate: str, only: str) -> None:
@@ -66,15 +55,12 @@ def write_config(folder: Path, least: int, colocate: str, only: str) -> None:
     (folder / "config.yaml").write_text(text)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_engines_join_and_leave_as_the_file_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
-) -> None:
+def test_engines_join_and_leave_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "POLL_S", 0.01)
-    engines, places = follow(2, ["3", "3\n", "", "5"], tmp_path, staleness)
-    assert engines.engines == (0, 1, 2, 3, 4) and places.owned == [2, 3, 4] and engines.left == []
-    engines, _ = follow(3, ["1"], tmp_path, staleness)
-    assert engines.engines == (0,) and engines.left == [(2, 7.0, staleness > 0), (1, 7.0, staleness > 0)]
+    engines = follow(2, ["3", "3\n", "", "5"], tmp_path)
+    assert engines.there == (0, 1, 2, 3, 4) and engines.left == []
+    engines = follow(3, ["1"], tmp_path)
+    assert engines.there == (0,) and engines.left == [2, 1]
 
 
 @pytest.mark.parametrize(
