@@ -84,7 +84,7 @@ async def on_both(pool):
 def test_the_cache_holds_what_the_planner_says(engines):
     pool, model = engines
     planned = EngineMemory(make_config("", 2), shape_of(model.config.to_dict(), "random"))
-    for engine in pool._fleet._engines:
+    for engine in pool._fleet.engines:
         assert engine.kv_tokens == pytest.approx(planned.kv_tokens, rel=0.01)
         assert (engine.sequences, engine.window) == (planned.max_num_seqs, planned.window)
 
