@@ -28,7 +28,6 @@ import torch
 
 from dapo.config.devices import peak_flops
 from dapo.config.facts.model_shape import ModelShape, read_shape
-from dapo.config.names import known_keys
 from dapo.ground.table import table
 from dapo.tools.bench import cycle, device, host
 from dapo.tools.bench.alone import Row, Send, alone
@@ -285,8 +284,7 @@ def jobs(given: argparse.Namespace, found: Row, plan: Planned = planned) -> list
     order = [update(smallest), update(largest), *together(largest), engines(smallest), *together(smallest)]
     order += [*map(update, others), engines(largest), *(job for name in LEVERS for job in lever(name))]
     order += [job for model in others for job in together(model)]
-    if "rollout.engines_per_gpu" in known_keys():
-        order.append(engines(smallest, *TWO_ENGINES))
+    order.append(engines(smallest, *TWO_ENGINES))
     return list({job.name: job for job in order}.values())
 
 

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dapo.ground.console import warn
+
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"})
 ATTENTION = frozenset(
     {
@@ -74,6 +76,7 @@ class Compiled:
                     return compiled(*args, **kwargs)
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                     self.failure = " ".join([type(error).__name__, *str(error).splitlines()[:2]])
+                    warn(f"torch.compile fails, and this rank goes on without it: {self.failure}")  # to the rank's log
             return plain(*args, **kwargs)
 
         return call
