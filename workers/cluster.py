@@ -5,15 +5,18 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
 from ray._common.utils import get_system_memory
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.services import canonicalize_bootstrap_address, find_gcs_addresses, find_node_ids
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compiled
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import RpcError
 
 from dapo.ground.console import warn
@@ -26,6 +29,7 @@ GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
 UNIMPLEMENTED = 12  # gRPC's code
 FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
+PREEMPTION = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # the one reason that Ray never refuses
 KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
 _own = ExitStack()  # undoes what our own cluster changed in this process
@@ -170,3 +174,34 @@ def nodes() -> list[Node]:
                 )
             )
     return found
+
+
+def tell_going(seconds: float) -> list[str]:
+    """Tells the head that this machine's nodes go in `seconds` (Ray's drain), and returns their ids. The head's own is
+    left out: Ray would end it, and the driver, as soon as it has no workers. The cluster is that of RAY_ADDRESS, or the
+    one that is found here. Raises OSError if there is none, or it does not answer or refuses."""
+    given = os.environ.get("RAY_ADDRESS", "")
+    there = sorted(find_gcs_addresses()) if given in ("", "auto", "local") else [_target(given)]
+    if len(there) != 1:
+        found = f"nodes of several ({', '.join(there)}) are" if there else "no node of one is"
+        raise ConnectionError(f"RAY_ADDRESS ({given or 'not set'}) names no Ray cluster, and {found} on this machine")
+    place, at_ms = _found(there[0]), int((time.time() + seconds) * 1000)
+    is_head: dict[str, bool] = {}
+
+    def tell() -> None:
+        head = GcsClient(address=place)
+        alive = head.get_all_node_info(timeout=ASK_S, state_filter=GcsNodeInfo.GcsNodeState.ALIVE)
+        here = find_node_ids()
+        is_head.update({node.hex(): info.is_head_node for node, info in alive.items() if node.hex() in here})
+        for node in (node for node in is_head if not is_head[node]):
+            accepted, why = head.drain_node(node, PREEMPTION, "it was told to go", at_ms, timeout=ASK_S)
+            if not accepted:
+                raise ConnectionError(f"Ray's head at {place} refuses to let node {node} go: {why}")
+
+    try:
+        within(FIND_S, tell, "to tell Ray's head")
+    except RpcError as error:
+        raise ConnectionError(f"Ray's head at {place} (RAY_ADDRESS) was not told: {error}") from None
+    if not is_head:
+        raise ConnectionError(f"no node of the Ray cluster at {place} (RAY_ADDRESS) is on this machine")
+    return [node for node in is_head if not is_head[node]]
