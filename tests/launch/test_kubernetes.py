@@ -68,6 +68,17 @@ def test_pods_are_unprivileged_see_the_shared_volume_and_hold_no_secret() -> Non
         assert secret and all("value" not in one for one in secret)
 
 
+def test_a_gpu_pod_that_is_told_to_go_has_time_to_hand_over() -> None:
+    """Ray itself tells the cluster at SIGTERM."""
+    from ray._private import ray_constants
+
+    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, name)
+    (pod,) = [pod for pod in pods(read("cluster/raycluster.yaml")["spec"]) if "tolerations" in pod]
+    (value,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == name]
+    assert 60 <= int(value) < pod["terminationGracePeriodSeconds"]
+
+
 def test_no_capability_is_added_to_a_user_for_whom_it_has_no_effect() -> None:
     """Kubernetes has no ambient capabilities: what is added to a container whose user is not root is in no mask that
     counts. Its manifests must then get locked memory from the node."""

@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from dapo.config.compose import compose, experiments
 from dapo.ground.console import EXIT_RESUMABLE
+from dapo.tools.leave import CLOUDS
 from dapo.workers.placing.asked import pools
 from dapo.workers.placing.fit import Node, problems
 from tests.support.batch import fake
@@ -87,14 +89,15 @@ case "$*" in
   *" start "*--head*) echo "$*" >head; trap 'touch stopped; exit 0' TERM; while true; do sleep 0.05; done ;;
   *" start "*) echo "$*" >worker; rm -f head.answers ;;
   *dapo.doctor*)
-    trap 'exit 85' TERM; echo "$RAY_ADDRESS $*" >run; touch ready
+    trap 'exit 85' TERM; echo "$RAY_ADDRESS $*" >run; until [[ -s watch ]]; do sleep 0.05; done; touch ready
     until [[ -e end ]]; do sleep 0.05; done; exit 3 ;;
+  *dapo.leave*) echo "$RAY_ADDRESS $*" >watch; until [[ -e notice ]]; do sleep 0.05; done ;;
 esac
 """
 
 
-@pytest.mark.parametrize(("signalled", "code"), [(True, 85), (False, 3)])
-def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, signalled: bool, code: int) -> None:
+@pytest.mark.parametrize(("by", "code"), [("signal", 85), ("notice", 85), ("end", 3)])
+def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, by: str, code: int) -> None:
     python = fake(tmp_path, "python", PYTHON)
     command = [
         "bash",
@@ -105,15 +108,17 @@ def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, signalled: bool,
         "+experiment=dapo_tiny",
         "a=b c",
     ]
-    with subprocess.Popen(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], "RAY_AUTH_TOKEN": "x"}) as node:
+    env = {"PATH": os.environ["PATH"], "RAY_AUTH_TOKEN": "x", "CLOUD": "aws"}
+    with subprocess.Popen(command, cwd=tmp_path, env=env) as node:
         while not (tmp_path / "ready").exists():
             assert node.poll() is None
             time.sleep(0.02)
-        if signalled:
+        if by == "signal":
             node.terminate()
         else:
-            (tmp_path / "end").touch()
+            (tmp_path / by).touch()
         assert node.wait(60) == code
+    assert_watched_until_the_end(tmp_path)
     run = (tmp_path / "run").read_text()
     assert run.startswith("10.0.0.1:20379 -m dapo.doctor --run trainer.nodes_timeout_s=900 +experiment=dapo_tiny a=b c")
     assert (
@@ -121,15 +126,24 @@ def test_the_first_node_ends_as_its_driver_does(tmp_path: Path, signalled: bool,
     )
 
 
+def assert_watched_until_the_end(folder: Path) -> None:
+    assert (folder / "watch").read_text() == "10.0.0.1:20379 -m dapo.leave --watch aws\n"
+    deadline = time.monotonic() + 10
+    while [each for each in psutil.process_iter(["cmdline"]) if f"{folder}/python" in (each.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, "what it has started is still there"
+        time.sleep(0.05)
+
+
 def test_another_node_is_there_until_the_head_ends(tmp_path: Path) -> None:
     python = fake(tmp_path, "python", PYTHON)
     fake(tmp_path, "bin/timeout", "[[ -e head.answers ]]")
     (tmp_path / "head.answers").touch()
-    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RAY_AUTH_TOKEN": "x", "READY_S": "0"}
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RAY_AUTH_TOKEN": "x", "READY_S": "0", "CLOUD": "aws"}
     command = ["bash", str(ROOT / "launch/each_node.sh"), "1", "10.0.0.1", str(python), "+experiment=dapo_tiny"]
     for code, said in ((0, ""), (1, "each_node.sh: 10.0.0.1:20379 did not answer within 0 s")):
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == code and said in done.stderr
+    assert_watched_until_the_end(tmp_path)
     assert "--address=10.0.0.1:20379 --block" in (tmp_path / "worker").read_text()
 
 
@@ -138,6 +152,7 @@ def test_skypilot_and_dstack_start_every_node_and_bring_a_run_back() -> None:
     assert sky["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_RESUMABLE]
     assert "interruption" in dstack["retry"]["on_events"] and dstack["stop_criteria"] == "master-done"
     assert "RAY_AUTH_TOKEN" in sky["secrets"] and "RAY_AUTH_TOKEN" in dstack["env"], "and no value"
+    assert sky["envs"]["CLOUD"] == sky["resources"]["infra"].partition("/")[0] in CLOUDS and "CLOUD=" in dstack["env"]
     for command in (sky["run"], dstack["commands"][-1]):
         assert command.startswith("bash launch/each_node.sh ")
     for setup in (sky["setup"], "\n".join(dstack["commands"])):

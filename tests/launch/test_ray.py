@@ -203,6 +203,7 @@ def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
     known = {option for parameter in start.params for option in parameter.opts}
     for command in (cloud["head_start_ray_commands"][-1], cloud["worker_start_ray_commands"][-1]):
         assert "RAY_AUTH_MODE=token" in command and set(re.findall(r"--[\w-]+", command)) <= known
+    assert "python -m dapo.leave --watch aws" in cloud["worker_start_ray_commands"][-2]
     assert any("docker/gpu.lock" in command for command in cloud["setup_commands"])
     assert "/home/ubuntu/.ray/auth_token" in cloud["file_mounts"]
 
