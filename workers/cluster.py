@@ -15,8 +15,8 @@ from ray._common.utils import get_system_memory
 from ray._private.services import canonicalize_bootstrap_address, find_gcs_addresses, find_node_ids
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compiled
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # generated
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]  # generated
 from ray.exceptions import RpcError
 
 from dapo.ground.console import warn
