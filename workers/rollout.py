@@ -75,24 +75,30 @@ class RolloutPool:
         return [slot.size for slot in self._slots if slot.size is not None and not slot.leaving]
 
     @property
-    def engines(self) -> tuple[int, ...]:
-        """Numbers of all engines but those that leave, whether or not they serve."""
-        return tuple(slot.number for slot in self._slots if not slot.leaving)
+    def engines(self) -> dict[int, str]:
+        """Numbers and nodes (Ray's ids; "" at first) of all engines but those that leave, whether or not they serve."""
+        return {slot.number: slot.node for slot in self._slots if not slot.leaving}
+
+    @property
+    def may_join(self) -> bool:
+        """False after too many engines within an hour could not join."""
+        return not self.keeper.joins.spent()
 
     def join(self, options: dict[str, Any]) -> int:
         """Starts one engine more, and returns its number. options: of Ray, from `workers.placement`."""
         return self.keeper.join(options)
 
     async def leave(self, number: int, notice_s: float, *, hand_over: bool) -> None:
-        """Ends an engine: it takes no more groups, and has `notice_s` to finish those that run. hand_over: others
-        continue what is unfinished then; otherwise they repeat it from its seeds, with the same result."""
+        """Ends an engine: it takes no more groups, and has `notice_s` to finish those that run. Then others continue
+        what is unfinished. hand_over: also where that changes later tokens (`EngineSize.goes_on`); otherwise they
+        repeat it from its seeds, with the same result."""
         slot = self._slots[number]
         self.keeper.retire(slot)
         self._fleet.engines = tuple(self._sizes())
         until = time.monotonic() + notice_s
         while slot.load and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-        if slot.load and hand_over:
+        if slot.load and (hand_over or (slot.size is not None and slot.size.goes_on)):
             await self._put_down({slot})
         await self.keeper.end(slot, STOP_S)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
+from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import waiting
 from dapo.workers.engines.load import engine_metrics
 from dapo.workers.engines.slot import EngineSlot, Gpus
@@ -21,10 +22,10 @@ class Keeper:
     """All engine slots.
 
     changed: set, then replaced, whenever an engine may serve or none ever will. exhausted: why the run cannot go on.
-    turn: set while the
-    engines, not the actors, own the GPUs that both share; engines on shared GPUs start only then. Those are the lent
-    engines, or all engines if none is lent. level: of vLLM's sleep, decided by the first comparison with the actors
-    after a sleep. level_proven: engines that slept at this level computed the same as the actors.
+    joins: limit of engines that could not join. turn: set while the engines, not the actors, own the GPUs that both
+    share; engines on shared GPUs start only then. Those are the lent engines, or all engines if none is lent. level: of
+    vLLM's sleep, decided by the first comparison with the actors after a sleep. level_proven: engines that slept at
+    this level computed the same as the actors.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Keeper:
         self.turn = asyncio.Event()
         self.turn.set()
         self.level, self.level_proven = DEEPEST, False
+        self.joins = Restarts(max(1, cfg.max_restarts))
         self._slept = False
         self._starting = 0
         self._cfg = cfg
@@ -88,10 +90,13 @@ class Keeper:
         try:
             await self._start(slot, *self._arguments)
         except RemoteError as error:
-            self._warn(f"engine {slot.number} does not join: {error}")
+            self.joins.add()
+            more = "; no more are started within an hour" if self.joins.spent() else ""
+            self._warn(f"engine {slot.number} does not join: {error}{more}")
             slot.leaving = True
             self._release(slot.number)
             return
+        self.joins.worked()
         await self._rejoin(slot)
         await self._watch(slot, *self._arguments)
 

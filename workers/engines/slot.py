@@ -26,7 +26,7 @@ class EngineSlot:
     version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
     of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
     runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. limit: its
-    restart limit. follower: counts of its work.
+    restart limit. follower: counts of its work. node: Ray's id, "" before the first start.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class EngineSlot:
         self.size: EngineSize | None = None
         self.serving = self.leaving = False
         self.version = 0
+        self.node = ""
         self.proven, self.rested = True, False
         self.restarts = self.compared = 0
         self._options, self._beside_ranks = options, options.get("num_gpus", 1) < 1
@@ -76,8 +77,10 @@ class EngineSlot:
         [self.size] = await wait(
             [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
         )
-        if self._beside_ranks and self.size is not None and self.size.cache_bytes:
+        assert self.size is not None
+        if self._beside_ranks and self.size.cache_bytes:
             self._as_before = {"kv_cache_memory_bytes": self.size.cache_bytes}
+        self.node = self.size.node
         self._heard_of = time.monotonic()
 
     def member(self, act: str = "") -> Member:

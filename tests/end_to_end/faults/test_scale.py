@@ -54,7 +54,7 @@ class Program:
 
 def scale_again_and_again(program: Program, run: Path) -> int:
     """Up to four engines, of which one is killed before they leave; returns how often engines came and went."""
-    joined, left = r"has joined, and serves", r"leaves, because `dapo scale`"
+    joined, left = r"has joined, and serves", r"leaves: the number"
     program.until(lambda: program.count("step 1/") > 0)
     while program.runs and len(metrics(run)) < STEPS - 4:
         for most in (2, 4):
