@@ -152,8 +152,8 @@ def head(address: str) -> tuple[str, float, Callable[[], bool]]:
 
 
 def going_nodes(unknown_s: float) -> Callable[[], dict[str, float]]:
-    """Returns a function that returns the nodes that were told to go (Ray's drain, `dapo leave`), by Ray's ids, with the
-    seconds left to each. unknown_s: for a node without a deadline. A thread asks the head, which may stand still."""
+    """Returns a function that returns the nodes that were told to go (Ray's drain, `dapo leave`), by Ray's ids, with
+    the seconds left to each. unknown_s: for a node without a deadline. A thread asks the head: it may stand still."""
     deadlines: dict[str, float] = {}
     left = _left
 

@@ -344,8 +344,8 @@ class RolloutPool:
     # RemoteError.
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (number, restarts) of these engines: a restarted engine must connect again."""
-        return tuple((number, self._slots[number].restarts) for number in members)
+        """Returns (number, life) of these engines: a new process must connect again."""
+        return tuple((number, self._slots[number].life) for number in members)
 
     def num_receivers(self, members: Sequence[int]) -> int:
         """Returns the number of processes of these engines, each of which holds a part of the weights."""
