@@ -77,8 +77,8 @@ class Keeper:
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
 
     def join(self, options: dict[str, Any]) -> int:
-        """Starts one engine more beside the others, and returns its number, which one that is gone may have had. It serves
-        when it has the weights that they serve, and has been compared with the actors."""
+        """Starts one engine more beside the others, and returns its number, which one that is gone may have had. It
+        serves when it has the weights that they serve, and has been compared with the actors."""
         number = next((slot.number for slot in self.slots if slot.gone), len(self.slots))
         slot = EngineSlot(number, options, self._cfg, count=len(self.slots) + 1)
         slot.proven = False

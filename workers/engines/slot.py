@@ -27,9 +27,9 @@ class EngineSlot:
     """One engine. load: responses that run or wait in it. serving: it holds the current weights and takes groups.
     version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
     of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
-    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. gone: it has
-    ended. life: differs for each process that any engine has had. limit: its restart limit.
-    follower: counts of its work. node: Ray's id, "" before the first start.
+    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. gone: it
+    has ended. life: differs for each process that any engine has had. limit: its restart limit. follower: counts of its
+    work. node: Ray's id, "" before the first start.
     """
 
     def __init__(
