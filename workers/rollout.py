@@ -76,8 +76,9 @@ class RolloutPool:
 
     @property
     def engines(self) -> dict[int, str]:
-        """Numbers and nodes (Ray's ids; "" at first) of all engines but those that leave, whether or not they serve."""
-        return {slot.number: slot.node for slot in self._slots if not slot.leaving}
+        """Numbers and nodes (Ray's ids; "" at first) of engines with their own GPUs, whether or not they serve; without
+        those that leave."""
+        return {slot.number: slot.node for slot in self._slots if not (slot.leaving or slot.lent)}
 
     @property
     def may_join(self) -> bool:
@@ -123,7 +124,10 @@ class RolloutPool:
     def capacity(self) -> int:
         """Number of responses that all engines together run at once, including engines that restart, but not those that
         sleep on lent GPUs."""
-        return self._slots_of(sum(self.has_turn(slot.number) for slot in self._slots) if self.keeper.lends else None)
+        return self._slots_of(self._with_turn() if self.keeper.lends else None)
+
+    def _with_turn(self) -> int:
+        return sum(self.has_turn(slot.number) and not slot.leaving for slot in self._slots)
 
     def _slots_of(self, engines: int | None) -> int:
         """Number of responses that this many engines run at once. engines: None means all."""
@@ -136,7 +140,7 @@ class RolloutPool:
         lent = sum(slot.lent for slot in self._slots)
         load, there = sum(slot.load for slot in self._slots), self.capacity
         return Slots(
-            own=self._slots_of(len(self._slots) - lent),
+            own=self._slots_of(len(self.engines)),
             lent=self._slots_of(lent),
             queued=max(0, load - there),
             response_s=self._fleet.response_s * there / max(there, load, 1),  # without queueing time

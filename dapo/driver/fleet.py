@@ -120,7 +120,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        scales = rollouts is None and half != "train" and not shares_gpus(cfg)
+        scales = rollouts is None and half != "train" and (lends(cfg) or not shares_gpus(cfg))
         scaling = Scaling(
             lambda: engines.engines if scales else {},
             join,

@@ -29,10 +29,10 @@ def placement(cfg: Config) -> Iterator[str]:
 
 def _growing(cfg: Config) -> Iterator[str]:
     most, least = cfg.rollout.max_engines, cfg.rollout.num_engines
-    if cfg.trainer.colocate != "none":
+    if cfg.trainer.colocate == "time":
         yield (
             f"`rollout.max_engines` ({most}) is for engines with GPUs of their own, and `trainer.colocate` is "
-            f"{cfg.trainer.colocate}; leave it out, or set `trainer.colocate=none`"
+            "time; leave it out, or set `trainer.colocate=none` or lend"
         )
     if most < least:
         yield f"`rollout.max_engines` ({most}) is less than `rollout.num_engines` ({least}); raise it, or leave it out"

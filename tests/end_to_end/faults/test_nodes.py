@@ -36,7 +36,7 @@ def nodes(ray_cluster: None) -> Iterator[list[Node]]:
 
 
 class Losses(threading.Thread):
-    """Kills nodes beside a run, and adds one. told: what the run warned of. notice: the first one is told to go before."""
+    """Kills nodes beside a run, and adds one. notice: a node is told to go before. told: what the run warned of."""
 
     def __init__(self, nodes: list[Node], output_dir: Path, notice: bool) -> None:
         super().__init__(daemon=True)
