@@ -19,7 +19,7 @@ from ray.exceptions import RpcError
 
 from dapo.ground.console import warn
 from dapo.workers.gcs_watch import ASK_S, end_with_raylet, reach
-from dapo.workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
+from dapo.workers.own_cluster import in_own_groups, on_loopback, own_token, session_folder
 from dapo.workers.placing.fit import Node
 from dapo.workers.within import Late, left_behind, within
 
@@ -60,7 +60,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
 
     _ended = ended = threading.Event()
     try:
-        with deaf_to_hangups(), on_loopback() if target == "local" else nullcontext():
+        with in_own_groups(), on_loopback() if target == "local" else nullcontext():
             within(JOIN_S, join, f"to start Ray, or to join it ({KEY}),", until=ended)
     except BaseException:
         if not left_behind.is_set():
