@@ -124,10 +124,8 @@ class RolloutPool:
     def capacity(self) -> int:
         """Number of responses that all engines together run at once, including engines that restart, but not those that
         sleep on lent GPUs."""
-        return self._slots_of(self._with_turn() if self.keeper.lends else None)
-
-    def _with_turn(self) -> int:
-        return sum(self.has_turn(slot.number) and not slot.leaving for slot in self._slots)
+        with_turn = sum(self.has_turn(slot.number) and not slot.leaving for slot in self._slots)
+        return self._slots_of(with_turn if self.keeper.lends else None)
 
     def _slots_of(self, engines: int | None) -> int:
         """Number of responses that this many engines run at once. engines: None means all."""
