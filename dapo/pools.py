@@ -141,8 +141,8 @@ class Pools:
     weights, from before an update to the end of the sync; a restarted engine loads its weights outside of that.
     compare(prompts, sampling, seed, stale): the metrics `mismatch/` (`dapo.algorithm.mismatch`), with `weights` held.
     leave_gpus: puts the engines on the actors' GPUs to sleep; None if there are none or they do not take turns.
-    scale(directory): lets engines join and leave as the run's directory says, until it is cancelled. gpus: of all
-    workers.
+    scale(directory): lets engines join and leave, until it is cancelled. told: set when a node with ranks was told to
+    go. gpus: of all workers.
     """
 
     rollouts: RolloutPool
@@ -153,6 +153,7 @@ class Pools:
     compare: Compare | None = None
     leave_gpus: Callable[[], Awaitable[None]] | None = None
     lender: Lender | None = None
+    told: asyncio.Event = field(default_factory=asyncio.Event)
     scale: Callable[[Path], Awaitable[None]] | None = None
     gpus: int = 0
 

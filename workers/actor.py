@@ -238,7 +238,7 @@ class ActorPool:
         own = source_of(cfg, "algorithm.policy_loss")  # as source text: the ranks' nodes need not have the file
         self._cfg = cfg
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()])
-        self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
+        self.gpus, self.nodes, self.until_idle = self._ranks.gpus, self._ranks.nodes, self._ranks.until_idle
         self._before_restart = before_restart
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSize:
-    """Size of one engine. sequences: that it runs at once. kv_tokens: capacity of its KV cache; 0 = unknown. window:
-    longest context, in tokens. cache_bytes: measured KV cache size on each GPU; 0 = not measured."""
+    """Size and place of one engine. sequences: that it runs at once. kv_tokens: capacity of its KV cache; 0 = unknown.
+    window: longest context, in tokens. cache_bytes: measured KV cache size on each GPU; 0 = not measured. goes_on: a
+    response that comes from another engine goes on with the same random numbers, so that it ends as it would have
+    there. node: Ray's id."""
 
     sequences: int
     kv_tokens: int
     window: int
     cache_bytes: int = 0
+    goes_on: bool = False
+    node: str = ""
 
 
 class FleetCapacity:

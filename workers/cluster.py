@@ -21,7 +21,7 @@ from ray.exceptions import RpcError
 
 from dapo.ground.console import warn
 from dapo.workers.gcs_watch import ASK_S, end_with_raylet, reach
-from dapo.workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
+from dapo.workers.own_cluster import in_own_groups, on_loopback, own_token, session_folder
 from dapo.workers.placing.fit import Node
 from dapo.workers.within import Late, left_behind, within
 
@@ -30,6 +30,7 @@ OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no 
 UNIMPLEMENTED = 12  # gRPC's code
 FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
 PREEMPTION = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # the one reason that Ray never refuses
+DRAIN_S = 1.0  # between two looks at the nodes that go
 KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
 _own = ExitStack()  # undoes what our own cluster changed in this process
@@ -62,7 +63,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
 
     _ended = ended = threading.Event()
     try:
-        with deaf_to_hangups(), on_loopback() if target == "local" else nullcontext():
+        with in_own_groups(), on_loopback() if target == "local" else nullcontext():
             within(JOIN_S, join, f"to start Ray, or to join it ({KEY}),", until=ended)
     except BaseException:
         if not left_behind.is_set():
@@ -151,6 +152,25 @@ def head(address: str) -> tuple[str, float, Callable[[], bool]]:
     place: str = ray.get_runtime_context().gcs_address
     ask = _asking(place)
     return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, lambda: ask() is not None
+
+
+def going_nodes(unknown_s: float) -> Callable[[], dict[str, float]]:
+    """Returns a function that returns the nodes that were told to go (Ray's drain, `dapo leave`), by Ray's ids, with
+    the seconds left to each. unknown_s: for a node without a deadline. A thread asks the head: it may stand still."""
+    deadlines: dict[str, float] = {}
+    left = _left
+
+    def ask() -> None:
+        while not left.wait(DRAIN_S):
+            now = time.time()
+            found = ray._private.state.state.get_draining_nodes()
+            for node in deadlines.keys() - found.keys():
+                del deadlines[node]
+            for node, at_ms in found.items():
+                deadlines.setdefault(node, at_ms / 1000 if at_ms else now + unknown_s)
+
+    threading.Thread(target=ask, name="nodes that go", daemon=True).start()
+    return lambda: {node: max(0.0, at - time.time()) for node, at in list(deadlines.items())}
 
 
 def _object_store_bytes() -> int:

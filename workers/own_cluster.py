@@ -4,12 +4,14 @@ private files. The token is only in the environment, which only the same user ca
 
 import os
 import secrets
-import signal
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import ray
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
@@ -87,14 +89,16 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def deaf_to_hangups() -> Iterator[None]:
-    """Blocks SIGHUP for child processes started in the block, and for their children. The driver handles a closing
-    terminal itself, and ends them when it has saved."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+def in_own_groups() -> Iterator[None]:
+    """Makes Ray start its processes in the block in process groups of their own. What a closing terminal or `timeout`
+    sends to the whole group is for the driver, which ends them when it has saved."""
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        services.ConsolePopen = popen
 
 
 def _put_back(before: Mapping[str, str | None]) -> None:

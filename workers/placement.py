@@ -172,7 +172,8 @@ class Placement:
         """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""
         rollout = self._cfg.rollout
         place = number - rollout.num_engines if lends(self._cfg) else number // rollout.engines_per_gpu
-        if self._device == "cpu" or not shares_gpus(self._cfg) or place < 0:
+        own = place < 0 or (lends(self._cfg) and place >= lent_engines(self._cfg))  # at the start, or joined later
+        if self._device == "cpu" or not shares_gpus(self._cfg) or own:
             return []
         gpus, bundles = gpus_per_engine(rollout.vllm), self._bundles_of_ranks()
         bundle, first = divmod(place * gpus, ranks_of_a_piece(self._cfg))

@@ -75,24 +75,31 @@ class RolloutPool:
         return [slot.size for slot in self._slots if slot.size is not None and not slot.leaving]
 
     @property
-    def engines(self) -> tuple[int, ...]:
-        """Numbers of all engines but those that leave, whether or not they serve."""
-        return tuple(slot.number for slot in self._slots if not slot.leaving)
+    def engines(self) -> dict[int, str]:
+        """Numbers and nodes (Ray's ids; "" at first) of engines with their own GPUs, whether or not they serve; without
+        those that leave."""
+        return {slot.number: slot.node for slot in self._slots if not (slot.leaving or slot.lent)}
+
+    @property
+    def may_join(self) -> bool:
+        """False after too many engines within an hour could not join."""
+        return not self.keeper.joins.spent()
 
     def join(self, options: dict[str, Any]) -> int:
         """Starts one engine more, and returns its number. options: of Ray, from `workers.placement`."""
         return self.keeper.join(options)
 
     async def leave(self, number: int, notice_s: float, *, hand_over: bool) -> None:
-        """Ends an engine: it takes no more groups, and has `notice_s` to finish those that run. hand_over: others
-        continue what is unfinished then; otherwise they repeat it from its seeds, with the same result."""
+        """Ends an engine: it takes no more groups, and has `notice_s` to finish those that run. Then others continue
+        what is unfinished. hand_over: also where that changes later tokens (`EngineSize.goes_on`); otherwise they
+        repeat it from its seeds, with the same result."""
         slot = self._slots[number]
         self.keeper.retire(slot)
         self._fleet.engines = tuple(self._sizes())
         until = time.monotonic() + notice_s
         while slot.load and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-        if slot.load and hand_over:
+        if slot.load and (hand_over or (slot.size is not None and slot.size.goes_on)):
             await self._put_down({slot})
         await self.keeper.end(slot, STOP_S)
 
@@ -117,7 +124,8 @@ class RolloutPool:
     def capacity(self) -> int:
         """Number of responses that all engines together run at once, including engines that restart, but not those that
         sleep on lent GPUs."""
-        return self._slots_of(sum(self.has_turn(slot.number) for slot in self._slots) if self.keeper.lends else None)
+        with_turn = sum(self.has_turn(slot.number) and not slot.leaving for slot in self._slots)
+        return self._slots_of(with_turn if self.keeper.lends else None)
 
     def _slots_of(self, engines: int | None) -> int:
         """Number of responses that this many engines run at once. engines: None means all."""
@@ -130,7 +138,7 @@ class RolloutPool:
         lent = sum(slot.lent for slot in self._slots)
         load, there = sum(slot.load for slot in self._slots), self.capacity
         return Slots(
-            own=self._slots_of(len(self._slots) - lent),
+            own=self._slots_of(len(self.engines)),
             lent=self._slots_of(lent),
             queued=max(0, load - there),
             response_s=self._fleet.response_s * there / max(there, load, 1),  # without queueing time
@@ -338,8 +346,8 @@ class RolloutPool:
     # RemoteError.
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (number, restarts) of these engines: a restarted engine must connect again."""
-        return tuple((number, self._slots[number].restarts) for number in members)
+        """Returns (number, life) of these engines: a new process must connect again."""
+        return tuple((number, self._slots[number].life) for number in members)
 
     def num_receivers(self, members: Sequence[int]) -> int:
         """Returns the number of processes of these engines, each of which holds a part of the weights."""

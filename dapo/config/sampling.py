@@ -261,8 +261,17 @@ class RolloutConfig(SamplingConfig):
     )
     max_restarts: int = at_least(0, 5, "restarts of an engine within an hour; then it is given up", resume="harmless")
     min_engines: int = at_least(1, 1, "with fewer engines the run saves and ends", resume="harmless")
+    max_engines: int = at_least(
+        0,
+        0,
+        "engines that the run grows to as nodes join the cluster",
+        "; 0: `num_engines`",
+        resume="harmless",
+    )
     leave_s: float = positive(
-        120.0, "seconds that an engine which leaves (`dapo scale`) has to finish responses", resume="harmless"
+        120.0,
+        "most seconds that an engine which leaves (`dapo scale`, a node that goes) has to finish responses",
+        resume="harmless",
     )
     node_labels: dict[str, str] = node_labels("an engine")
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)

@@ -3,9 +3,12 @@ context. A run of one half (`trainer.only`) has no processes for the other."""
 
 import asyncio
 import logging
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+
+import ray
 
 from dapo.config.derived import device_of, lends, lent_engines, shares_gpus
 from dapo.config.schema import Config
@@ -18,7 +21,7 @@ from dapo.pools import Pools
 from dapo.pools import RolloutPool as Rollouts
 from dapo.sampling.lender import Lender
 from dapo.workers.actor import ActorPool
-from dapo.workers.cluster import connect, leave
+from dapo.workers.cluster import connect, going_nodes, leave
 from dapo.workers.engines.arguments import engine_args
 from dapo.workers.judge import JudgePool
 from dapo.workers.placement import Placement
@@ -92,11 +95,22 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         await asyncio.gather(start_rewards(), start_functions(cfg, functions), actors.start())
 
     async def join() -> None:
-        options, own = await asyncio.to_thread(placement.another)
-        own(engines.join(options))
+        if engines.may_join:
+            options, own = await asyncio.to_thread(placement.another)
+            own(engines.join(options))
 
-    async def leave(number: int) -> None:  # at staleness 0 the same tokens have to come
-        await engines.leave(number, cfg.rollout.leave_s, hand_over=cfg.filter_groups.max_staleness > 0)
+    async def leave(number: int, seconds: float) -> None:  # at staleness 0 the same tokens have to come
+        await engines.leave(number, seconds, hand_over=cfg.filter_groups.max_staleness > 0)
+
+    told, own_node = asyncio.Event(), ray.get_runtime_context().get_node_id()
+
+    def on_going(node: str) -> None:
+        if node == own_node:
+            warn("the driver's node goes: the run saves and ends")
+            signal.raise_signal(signal.SIGTERM)
+        elif isinstance(actors, ActorPool) and node in actors.nodes():
+            warn("a node with actor ranks goes: the run saves")
+            told.set()
 
     try:
         if shares_gpus(cfg):  # an engine measures free memory, so actors must not load meanwhile
@@ -106,7 +120,17 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        scales = rollouts is None and half != "train" and not shares_gpus(cfg)
+        scales = rollouts is None and half != "train" and (lends(cfg) or not shares_gpus(cfg))
+        scaling = Scaling(
+            lambda: engines.engines if scales else {},
+            join,
+            leave,
+            warn,
+            wanted=max(cfg.rollout.num_engines, cfg.rollout.max_engines) if scales else 0,
+            leave_s=cfg.rollout.leave_s,
+            going=going_nodes(cfg.rollout.leave_s),
+            on_going=on_going,
+        )
         lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
         yield Pools(
             rollouts=in_turns(cfg, engines, functions),
@@ -117,7 +141,8 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             compare=sync.compare if isinstance(sync, WeightSync) else None,
             leave_gpus=leave_gpus if lender is None else lender.leave,
             lender=lender,
-            scale=Scaling(lambda: engines.engines, join, leave, warn).follow if scales else None,
+            scale=scaling.follow,
+            told=told,
             gpus=count_gpus(cfg, device),
         )
     finally:

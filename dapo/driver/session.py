@@ -4,6 +4,7 @@ refused batches aside.
     resume ─▶ sync ─▶ begin evaluation ─▶ step ─▶ begin evaluation ─▶ save if due ─▶ step ─▶ ... ─▶ last save
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,10 +130,20 @@ class Session(Around):
                 raise
             raise self._refusals.lost(self._collected, error, version) from error
         self.evaluations.begin(self.version)
-        if self.version < self._until and self.saver.is_due(self.version):
+        if self.version < self._until and (self._pools.told.is_set() or self.saver.is_due(self.version)):
+            await self._save_on_the_way()
+        return self._metrics
+
+    async def _save_on_the_way(self) -> None:
+        self._pools.told.clear()
+        if self.saver.is_behind(self.version):
             with self.clock("save"):
                 await finish(self.saver.save_or_go_on(self.version))
-        return self._metrics
+
+    async def _save_when_told(self) -> None:
+        while True:
+            await self._pools.told.wait()
+            await self._save_on_the_way()
 
     async def save(self) -> None:
         """Writes a checkpoint of the current version; generation may continue meanwhile."""
@@ -142,8 +153,15 @@ class Session(Around):
     async def collecting(self, collect: Callable[[], Coroutine[Any, Any, Collected]]) -> Collected:
         self.clock.lap()
         self._pools.lap()
-        async with self._limit.leaving(*self.saver.acts):
-            collected = await unless_lost(collect(), self._pools.actors)
+        when_told = asyncio.ensure_future(self._save_when_told())
+        try:
+            async with self._limit.leaving(*self.saver.acts):
+                collected = await unless_lost(collect(), self._pools.actors)
+        finally:
+            when_told.cancel()
+            await asyncio.wait([when_told])  # a save that has begun ends first
+        if not when_told.cancelled():
+            when_told.result()
         await self._batches.put(self.version + 1, collected.groups)
         await finish(self.evaluations.leave_gpus(), hurry=self.evaluations.give_up)
         self._collected = collected

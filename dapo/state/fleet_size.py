@@ -24,8 +24,8 @@ def want_engines(directory: Path, number: int) -> None:
         least, colocate, only = cfg.rollout.min_engines, cfg.trainer.colocate, cfg.trainer.only
     except (OSError, AttributeError) as error:
         raise ValueError(f"{directory} is not the directory of a run: its {CONFIG} cannot be read ({error})") from error
-    if colocate != "none" or only == "train":
-        what = f"`trainer.colocate` ({colocate})" if colocate != "none" else "`trainer.only` (train)"
+    if colocate == "time" or only == "train":
+        what = "`trainer.colocate` (time)" if colocate == "time" else "`trainer.only` (train)"
         raise ValueError(f"{directory} has {what}, without engines that have GPUs of their own and can join and leave")
     if number < least:
         raise ValueError(f"engines={number} is less than `rollout.min_engines` ({least}) of {directory}")

@@ -18,27 +18,39 @@ class Engines:
     """Those of a pool, of which number 1 is lost as it leaves."""
 
     def __init__(self, count: int) -> None:
-        self.there = tuple(range(count))
-        self.left: list[int] = []
+        self.there = {number: "ab"[number % 2] for number in range(count)}
+        self.left: list[tuple[int, float]] = []
+        self.going: dict[str, float] = {}
+        self.nodes: list[str] = []
 
     async def join(self) -> None:
         await asyncio.sleep(0.05)  # for a place
-        self.there += (max(self.there) + 1,)
+        self.there[max(self.there) + 1] = "c"
 
-    async def leave(self, number: int) -> None:
-        self.left.append(number)
-        self.there = tuple(engine for engine in self.there if engine != number)
+    async def leave(self, number: int, seconds: float) -> None:
+        self.left.append((number, seconds))
+        del self.there[number]
         if number == 1:
             raise RemoteError("lost")
 
 
-def follow(count: int, wanted: list[str], folder: Path) -> Engines:
+def follow(count: int, wanted: list[str], folder: Path, going: dict[str, float] | None = None) -> Engines:
     """After each of the file's texts in turn."""
     engines = Engines(count)
+    engines.going = going or {}
 
     async def run() -> None:
-        scaling = Scaling(lambda: engines.there, engines.join, engines.leave, lambda line: None)
-        task = asyncio.create_task(scaling.follow(folder))
+        following = Scaling(
+            lambda: engines.there,
+            engines.join,
+            engines.leave,
+            lambda line: None,
+            wanted=count,
+            leave_s=30.0,
+            going=lambda: engines.going,
+            on_going=engines.nodes.append,
+        )
+        task = asyncio.create_task(following.follow(folder))
         for text in wanted:
             (folder / WANTED).write_text(text)
             await asyncio.sleep(0.2)
@@ -57,10 +69,19 @@ def write_config(folder: Path, least: int, colocate: str, only: str) -> None:
 
 def test_engines_join_and_leave_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "POLL_S", 0.01)
-    engines = follow(2, ["3", "3\n", "", "5"], tmp_path)
-    assert engines.there == (0, 1, 2, 3, 4) and engines.left == []
+    engines = follow(2, ["3", "3\n", "5"], tmp_path)
+    assert [*engines.there] == [0, 1, 2, 3, 4] and engines.left == []
     engines = follow(3, ["1"], tmp_path)
-    assert engines.there == (0,) and engines.left == [2, 1]
+    assert [*engines.there] == [0] and engines.left == [(2, 30.0), (1, 30.0)]
+
+
+def test_engines_leave_a_node_that_goes_and_others_join_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "POLL_S", 0.01)
+    engines = follow(4, [""], tmp_path, going={"a": 25.0, "elsewhere": 5.0})
+    assert engines.there == {1: "b", 3: "b", 4: "c", 5: "c"} and engines.left == [(0, 15.0), (2, 15.0)]
+    assert sorted(engines.nodes) == ["a", "elsewhere"], "each is told once"
 
 
 @pytest.mark.parametrize(

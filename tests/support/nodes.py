@@ -4,13 +4,15 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import ray
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group_table
 
 from dapo.config.schema import Config
@@ -56,6 +58,13 @@ class Node:
             start_new_session=True,
         )
 
+    def tell(self, seconds: float) -> None:
+        """That it goes, as a notice of its machine does."""
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        at_ms = int((time.time() + seconds) * 1000)
+        accepted, why = GcsClient(address=cluster_address()).drain_node(self.id, reason, "told", at_ms, timeout=30)
+        assert accepted, why
+
     def kill(self) -> None:
         """Ends its raylet, and with it whatever runs there, as a machine that loses power."""
         [raylet] = [each for each in psutil.Process(self._process.pid).children() if each.name() == "raylet"]
@@ -87,6 +96,10 @@ class OnNodes(Placement):
 
     def rollout(self) -> list[dict[str, Any]]:
         return _merged(self._on_cpu.rollout(), super().rollout())
+
+    def another(self) -> tuple[dict[str, Any], Callable[[int], None]]:
+        placed, own = super().another()
+        return _merged([self._on_cpu.another()[0]], [placed])[0], own
 
     def actors(self) -> list[dict[str, Any]]:
         return _merged(self._on_cpu.actors(), super().actors())

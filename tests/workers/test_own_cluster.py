@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ray._private import services
 
 from dapo.workers import cluster, own_cluster, within
 from dapo.workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
@@ -182,16 +182,17 @@ def test_the_object_store_fits_into_the_memory_of_a_container(
     assert started["object_store_memory"] == store
 
 
-def test_its_processes_leave_a_terminal_that_closes_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel tells all processes of the run; where Ray's end, there is no save."""
+def test_its_processes_leave_what_is_sent_to_the_group_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closing terminal and `timeout` tell all processes of the group; where Ray's end, there is no save."""
     told: list[str] = []
 
     def init(**how: object) -> None:
-        script = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-        told.append(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+        script = "import os; print(os.getpgrp() == os.getpid())"
+        process = services.ConsolePopen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        told.append(process.communicate(timeout=60)[0])
 
     monkeypatch.setattr(cluster.ray, "init", init)
+    before = services.ConsolePopen
     cluster.connect("local", worker_logs=False)
     cluster.leave()
-    assert told == ["True\n"]
-    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the driver hears it"
+    assert told == ["True\n"] and services.ConsolePopen is before

@@ -10,6 +10,7 @@ from dapo.config.schema import Config
 CPU_EXPERTS_SCHEDULER = "dapo.workers.engines.scheduling.scheduler_with_experts"
 # The largest batch for which vLLM captures CUDA graphs by itself on Hopper, and its keys for others.
 CAPTURED_SEQS, CAPTURE_KEYS = 512, ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+DRAWN = "drawn"  # in a request's `extra_args`: tokens of its response that an engine has drawn before
 VLLM_MAX_LOGPROBS = 20  # vLLM's default: the most log-probabilities that a request may ask for per position
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
+from dapo.workers.engines.arguments import DRAWN
 from dapo.workers.engines.orphans import end_with_actor
 from dapo.workers.layer_outputs import LayerOutputs
 from dapo.workers.weights.receiver import WeightReceiverExtension
@@ -72,6 +73,19 @@ class EngineExtension(WeightReceiverExtension):
             return output
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+    def go_on_with_noise(self) -> None:
+        """Lets a response that another engine has begun go on with its random numbers. This runner draws one number for
+        each token from a generator of the request."""
+        batch = self.model_runner.input_batch
+        add = batch.add_request
+
+        def add_request(request: Any) -> Any:
+            drawn = (request.sampling_params.extra_args or {}).pop(DRAWN, 0)  # a request may be added again
+            torch.randint(0, 2**31, (drawn,), generator=request.generator)
+            return add(request)
+
+        batch.add_request = add_request
 
     def record_layers(self) -> None:
         self._layers = LayerOutputs(self.get_model())

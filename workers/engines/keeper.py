@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
+from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import waiting
 from dapo.workers.engines.load import engine_metrics
 from dapo.workers.engines.slot import EngineSlot, Gpus
@@ -21,10 +22,10 @@ class Keeper:
     """All engine slots.
 
     changed: set, then replaced, whenever an engine may serve or none ever will. exhausted: why the run cannot go on.
-    turn: set while the
-    engines, not the actors, own the GPUs that both share; engines on shared GPUs start only then. Those are the lent
-    engines, or all engines if none is lent. level: of vLLM's sleep, decided by the first comparison with the actors
-    after a sleep. level_proven: engines that slept at this level computed the same as the actors.
+    joins: limit of engines that could not join. turn: set while the engines, not the actors, own the GPUs that both
+    share; engines on shared GPUs start only then. Those are the lent engines, or all engines if none is lent. level: of
+    vLLM's sleep, decided by the first comparison with the actors after a sleep. level_proven: engines that slept at
+    this level computed the same as the actors.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Keeper:
         self.turn = asyncio.Event()
         self.turn.set()
         self.level, self.level_proven = DEEPEST, False
+        self.joins = Restarts(max(1, cfg.max_restarts))
         self._slept = False
-        self._starting = 0
+        self._starting = self._gone_restarts = 0
         self._cfg = cfg
         self._warn = warn
         self._release = release
@@ -75,23 +77,27 @@ class Keeper:
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
 
     def join(self, options: dict[str, Any]) -> int:
-        """Starts one engine more beside the others, and returns its number. It serves when it has the weights that they
-        serve, and has been compared with the actors."""
-        number = len(self.slots)
-        slot = EngineSlot(number, options, self._cfg, count=number + 1)
+        """Starts one engine more beside the others, and returns its number, which one that is gone may have had. It
+        serves when it has the weights that they serve, and has been compared with the actors."""
+        number = next((slot.number for slot in self.slots if slot.gone), len(self.slots))
+        slot = EngineSlot(number, options, self._cfg, count=len(self.slots) + 1)
         slot.proven = False
-        self.slots.append(slot)
-        self._watches.append(asyncio.create_task(self._join(slot)))
+        self._gone_restarts += sum(before.restarts for before in self.slots[number : number + 1])
+        self.slots[number : number + 1] = [slot]
+        self._watches[number : number + 1] = [asyncio.create_task(self._join(slot))]
         return number
 
     async def _join(self, slot: EngineSlot) -> None:
         try:
             await self._start(slot, *self._arguments)
         except RemoteError as error:
-            self._warn(f"engine {slot.number} does not join: {error}")
+            self.joins.add()
+            more = "; no more are started within an hour" if self.joins.spent() else ""
+            self._warn(f"engine {slot.number} does not join: {error}{more}")
             slot.leaving = True
-            self._release(slot.number)
+            self._free(slot)
             return
+        self.joins.worked()
         await self._rejoin(slot)
         await self._watch(slot, *self._arguments)
 
@@ -104,8 +110,13 @@ class Keeper:
     async def end(self, slot: EngineSlot, grace_s: float) -> None:
         """Ends an engine that leaves; what still runs on it is repeated by others."""
         await slot.stop(grace_s)
-        self._release(slot.number)
+        self._free(slot)
         self.notify()
+
+    def _free(self, slot: EngineSlot) -> None:
+        """Frees the place and the number of an engine that is gone."""
+        self._release(slot.number)
+        slot.gone = True
 
     async def _start(self, slot: EngineSlot, *arguments: Any) -> None:
         """Starts an engine for the first time, with the usual restart limit. A failure that repeats with the same
@@ -253,7 +264,7 @@ class Keeper:
         gpus_per_engine: 0 on a CPU."""
         laps = {slot.number: lap for slot in self.slots if (lap := slot.follower.lap()) is not None}
         lent = {slot.number for slot in self.slots if slot.lent}
-        restarts = {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
+        restarts = {"perf/restarted_engines": float(self._gone_restarts + sum(slot.restarts for slot in self.slots))}
         return restarts | engine_metrics(laps, gpus_per_engine, lent)
 
     async def stop(self, grace_s: float) -> None:

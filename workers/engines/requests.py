@@ -1,7 +1,7 @@
 """Driver-side state of running groups: where each is generated, and its unfinished responses, which any engine can
 resume.
 
-    engine A ─ tokens, log-probabilities, versions ─▶ driver ─ prompt + tokens as one prompt, a fresh seed ─▶ engine B
+    engine A ─ tokens, log-probabilities, versions ─▶ driver ─ prompt + tokens as one prompt ─▶ engine B
 
 The parts of a response are joined into one `Response`. Every token occurs once, with the log-probability and version of
 the policy that sampled it. Responses of an unwanted group are returned incomplete.
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo.sampling.seeds import continued_seed
 from dapo.types import Experts, Response, VersionSpan, joined_support
 from dapo.workers.engines.slot import EngineSlot
 from dapo.workers.engines.worker import Start
@@ -41,8 +40,7 @@ class Unfinished:
     so_far: Response = NOTHING
 
     def start(self) -> Start:
-        tokens = self.so_far.token_ids
-        return Start(token_ids=tokens, seed=continued_seed(self.seed, len(tokens)))
+        return Start(token_ids=self.so_far.token_ids, seed=self.seed)
 
     def add(self, part: Response) -> Response:
         self.so_far = joined(self.so_far, part)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from dapo.workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two pulses
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
+_lives = count()
 MISSED = 4  # missed pulses in a row that mean a hanging actor, not a driver that was blocked
 
 
@@ -25,8 +27,9 @@ class EngineSlot:
     """One engine. load: responses that run or wait in it. serving: it holds the current weights and takes groups.
     version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
     of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
-    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. limit: its
-    restart limit. follower: counts of its work.
+    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. gone: it
+    has ended. life: differs for each process that any engine has had. limit: its restart limit. follower: counts of its
+    work. node: Ray's id, "" before the first start.
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class EngineSlot:
         self._count = count
         self.load = 0
         self.size: EngineSize | None = None
-        self.serving = self.leaving = False
+        self.serving = self.leaving = self.gone = False
         self.version = 0
+        self.node = ""
         self.proven, self.rested = True, False
         self.restarts = self.compared = 0
         self._options, self._beside_ranks = options, options.get("num_gpus", 1) < 1
@@ -52,6 +56,7 @@ class EngineSlot:
 
     def _make(self) -> None:
         remote: Any = ray.remote(RolloutWorker)
+        self.life = next(_lives)
         self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
 
     def as_large_as(self, other: "EngineSlot") -> None:
@@ -76,8 +81,10 @@ class EngineSlot:
         [self.size] = await wait(
             [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
         )
-        if self._beside_ranks and self.size is not None and self.size.cache_bytes:
+        assert self.size is not None
+        if self._beside_ranks and self.size.cache_bytes:
             self._as_before = {"kv_cache_memory_bytes": self.size.cache_bytes}
+        self.node = self.size.node
         self._heard_of = time.monotonic()
 
     def member(self, act: str = "") -> Member:

@@ -5,17 +5,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 from packaging.specifiers import SpecifierSet
 
+from dapo.sampling.seeds import continued_seed
 from dapo.types import LEAST_LOGPROB, Float32Array, Int32Array, Response, Sampling, Support, VersionSpan
 from dapo.workers.capacity import EngineSize
-from dapo.workers.engines.arguments import CPU_EXPERTS_SCHEDULER
+from dapo.workers.engines.arguments import CPU_EXPERTS_SCHEDULER, DRAWN
 from dapo.workers.engines.life import LifeSigns, Pulse, Statistics
 from dapo.workers.engines.orphans import ACTOR
 from dapo.workers.remote import WorkerLost
@@ -54,7 +56,7 @@ def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """Where an engine starts generating a response. token_ids: [K], the response tokens so far, which follow the prompt
-    and count towards the length limit. seed: for the next tokens."""
+    and count towards the length limit. seed: of its first token."""
 
     token_ids: Int32Array
     seed: int
@@ -90,6 +92,12 @@ class RolloutWorker:
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
         if args.scheduler_cls == CPU_EXPERTS_SCHEDULER:
             await self._engine.collective_rpc("add_experts")
+        config = self._engine.vllm_config
+        # vLLM's V2 runner (CUDA) draws random numbers by seed and position, its V1 runner from a generator per request.
+        on_cpu = config.device_config.device_type == "cpu"
+        self._goes_on = config.speculative_config is None and (on_cpu or config.use_v2_model_runner)
+        if on_cpu and self._goes_on:
+            await self._engine.collective_rpc("go_on_with_noise")
         self._life.meter.started()
         enable_envs_cache()  # otherwise each token reads the environment again, a quarter of this process's work
         await self._engine.update_weight_version("0")
@@ -98,7 +106,8 @@ class RolloutWorker:
         self._running: dict[str, list[str]] = {}
         self._version, self._keeps = 0, False  # _keeps: running requests may have keys of weights before `_version`
         self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
-        return size_of(self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes"))
+        size = size_of(config, await self._engine.collective_rpc("measured_cache_bytes"))
+        return replace(size, goes_on=self._goes_on, node=ray.get_runtime_context().get_node_id())
 
     async def pulse(self) -> Pulse:
         """Returns the engine's state. Raises WorkerLost if its process has ended or it is unusable."""
@@ -142,7 +151,8 @@ class RolloutWorker:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             max_tokens=sampling.max_tokens - len(start.token_ids),
-            seed=start.seed,
+            seed=start.seed if self._goes_on else continued_seed(start.seed, len(start.token_ids)),
+            extra_args={DRAWN: len(start.token_ids)},
             # 0: the sampled token's only
             logprobs=min(sampling.support, self._vocabulary) if sampling.logprobs else None,
             flat_logprobs=True,

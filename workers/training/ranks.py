@@ -115,6 +115,10 @@ class Ranks:
             raise RemoteError(f"the GPUs of actor ranks {list(ranks)} are not known yet, for they are starting")
         return [gpu for rank in ranks for gpu in self._processes[rank].gpus]
 
+    def nodes(self) -> set[str]:
+        """Returns Ray's ids of the nodes that ranks are on."""
+        return {process.node for process in self._processes}
+
     async def restart(self, key: str) -> None:
         """Ends all ranks, waits until their processes have ended, and creates new ones. Raises ActorsLost if a process
         does not end, RuntimeError if there is no place for new ones. key: for errors."""

@@ -11,6 +11,8 @@ from dapo.config.schema import Config
 def placement(cfg: Config) -> Iterator[str]:
     if cfg.rollout.engines_per_gpu > 1 and cfg.trainer.device != "cpu":
         yield from _engines_on_a_gpu(cfg)
+    if cfg.rollout.max_engines:
+        yield from _growing(cfg)
     if cfg.trainer.colocate != "none":
         yield from _shared_gpus(cfg)
     elif cfg.weight_sync.transport == "ipc":
@@ -23,6 +25,17 @@ def placement(cfg: Config) -> Iterator[str]:
             "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
             "`trainer.colocate` (none) they never have it; take none or host, or set `trainer.colocate=time` or lend"
         )
+
+
+def _growing(cfg: Config) -> Iterator[str]:
+    most, least = cfg.rollout.max_engines, cfg.rollout.num_engines
+    if cfg.trainer.colocate == "time":
+        yield (
+            f"`rollout.max_engines` ({most}) is for engines with GPUs of their own, and `trainer.colocate` is "
+            "time; leave it out, or set `trainer.colocate=none` or lend"
+        )
+    if most < least:
+        yield f"`rollout.max_engines` ({most}) is less than `rollout.num_engines` ({least}); raise it, or leave it out"
 
 
 def _engines_on_a_gpu(cfg: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ def start(output_dir: Path, *overrides: str) -> tuple[subprocess.Popen[str], lis
 
 def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
     process, children = start(tmp_path / "run")
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     returncode, err = finish(process, children)
     assert returncode == 130, err
     assert checkpoint(tmp_path / "run").name >= "step_000002"

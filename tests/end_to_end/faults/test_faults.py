@@ -197,6 +197,6 @@ def test_a_driver_that_ends_again_and_again_goes_on_with_the_same_command(
 def test_sigterm_while_everything_starts_ends_the_program_in_order(tmp_path: Path) -> None:
     line = command(tmp_path / "run", "", *RUN)
     process, children = start_program(line, "data.train_files")
-    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     returncode, err = finish(process, children)
     assert returncode == 85, err

@@ -36,10 +36,11 @@ def nodes(ray_cluster: None) -> Iterator[list[Node]]:
 
 
 class Losses(threading.Thread):
-    """Kills nodes beside a run, and adds one. told: what the run warned of."""
+    """Kills nodes beside a run, and adds one. notice: a node is told to go before. told: what the run warned of."""
 
-    def __init__(self, nodes: list[Node], output_dir: Path) -> None:
+    def __init__(self, nodes: list[Node], output_dir: Path, notice: bool) -> None:
         super().__init__(daemon=True)
+        self._notice = notice
         self.nodes = nodes
         self.placement: OnNodes | None = None
         self.told: list[str] = []
@@ -57,11 +58,19 @@ class Losses(threading.Thread):
         self._until(lambda: self._steps() >= 1)
         assert self.placement is not None
         assert self.placement.node_of_ranks() == {second.id}
+        if self._notice:
+            second.tell(60.0)
+            self._until(lambda: self._warned("leaves: its node goes") == ENGINES and self._warned("has joined") > 0)
+            self._until(lambda: self._warned("ranks goes: the run saves") == 1 and self._steps() >= 2)
         second.kill()
-        self._until(lambda: any("a node is gone" in line for line in self.told))
+        self._until(lambda: self._warned("a node is gone") > 0)
         self.nodes.append(Node(gpus=ENGINES - 1 + RANKS))
-        self._until(lambda: self._steps() >= 2)
-        first.kill()
+        if not self._notice:
+            self._until(lambda: self._steps() >= 2)
+            first.kill()
+
+    def _warned(self, of: str) -> int:
+        return sum(of in line for line in self.told)
 
     def _steps(self) -> int:
         return self._log.read_text().count("actor/loss") if self._log.exists() else 0
@@ -83,15 +92,18 @@ async def unless_failed(work: Coroutine[Any, Any, None], losses: Losses) -> None
     await running
 
 
+@pytest.mark.parametrize("notice", [False, True], ids=["lost", "told"])
 def test_the_loss_of_nodes_costs_time_and_nothing_else(
+    notice: bool,
     undisturbed: Undisturbed,
     nodes: list[Node],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second node takes along all engines and ranks; for one engine there is room on the first, the
-    rest waits for a third. Then the first node takes along its engine, for which there is no room any more."""
-    losses = Losses(nodes, tmp_path / "run")
+    rest waits for a third. Then the first node takes along its engine, for which there is no room any more.
+    told: its engines have left before, and the ranks' state is saved."""
+    losses = Losses(nodes, tmp_path / "run", notice)
 
     def place(cfg: Any, device: str, **how: Any) -> OnNodes:
         losses.placement = OnNodes(cfg, device, **how)
@@ -104,11 +116,16 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
     losses.start()
     found = tmp_path / "run"
     own = (f"trainer.output_dir={found}", "data.val_files=[]", f"rollout.num_engines={ENGINES}", "trainer.device=cpu")
-    cfg = compose([*SMALL, *RUN, *own], TINY)
+    saves = ("checkpoint.every=0",) if notice else ()
+    cfg = compose([*SMALL, *RUN, *own, *saves], TINY)
     with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
         asyncio.run(unless_failed(run.train(cfg, run_dir, run_dir.store), losses))
     losses.join(timeout=WAIT_S)
     assert losses.failure is None and not losses.is_alive()
     assert_undisturbed(found, undisturbed)
     last = last_line(found)
-    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= ENGINES
+    assert last["perf/restarted_actors"] == 1
+    if notice:
+        assert len(run_dir.store.steps()) == 2, "a save when the ranks' node was told, and one at the end"
+    else:
+        assert last["perf/restarted_engines"] >= ENGINES

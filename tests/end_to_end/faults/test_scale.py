@@ -19,9 +19,10 @@ from tests.support.runs import START_S, command, metrics, run_program
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
-STEPS = 60
+STEPS = 40
 WORK = ("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=16", "actor.max_tokens_per_gpu=1024")
 RUN = (*WORK, f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "rollout.max_restarts=50")
+LEAVE = ("rollout.leave_s=0.5",)  # so that the engines hand over what they run
 
 
 class Program:
@@ -52,20 +53,22 @@ class Program:
         os.kill(youngest.pid, signal.SIGKILL)
 
 
-def scale_again_and_again(program: Program, run: Path) -> int:
-    """Up to four engines, of which one is killed before they leave; returns how often engines came and went."""
-    joined, left = r"has joined, and serves", r"leaves, because `dapo scale`"
+def scale_again_and_again(program: Program, run: Path) -> tuple[int, int]:
+    """Up to four engines join; then one is killed, and all but one leave. Returns how many joined, and were killed."""
+    joined, left = r"has joined, and serves", r"leaves: the number"
+    killed = 0
     program.until(lambda: program.count("step 1/") > 0)
     while program.runs and len(metrics(run)) < STEPS - 4:
         for most in (2, 4):
             came, went = program.count(joined), program.count(left)
             want_engines(run, most)
             program.until(lambda came=came, most=most: program.count(joined) >= came + most - 1)
-            if program.runs and most == 4:
+            if program.runs:
                 program.kill_an_engine()
+                killed += 1
             want_engines(run, 1)
             program.until(lambda went=went, most=most: program.count(left) >= went + most - 1)
-    return program.count(joined) + program.count(left)
+    return program.count(joined), killed
 
 
 @pytest.mark.parametrize(
@@ -76,14 +79,14 @@ def test_engines_that_come_and_go(tmp_path: Path, staleness: tuple[str, ...]) ->
         pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), tmp_path / "val.parquet"
     )
     scaled, val = tmp_path / "scaled", str(tmp_path / "val.parquet")
-    program = Program(command(scaled, val, *RUN, *staleness), tmp_path / "log")
+    program = Program(command(scaled, val, *RUN, *LEAVE, *staleness), tmp_path / "log")
     try:
-        changes = scale_again_and_again(program, scaled)
+        joined, killed = scale_again_and_again(program, scaled)
         assert program.process.wait(START_S) == 0, (tmp_path / "log").read_text()[-3000:]
     finally:
         program.process.terminate()
-    print(f"{changes} engines came or went in {STEPS} steps")
-    assert changes >= 8
+    print(f"{joined} engines joined, {killed} of them were killed and the others told to leave, in {STEPS} steps")
+    assert joined >= 8 and killed >= 4
     assert_all_draws_are_accounted_for(scaled)
     if not staleness:
         run_program(tmp_path / "plain", val, *RUN)

@@ -1,6 +1,6 @@
 """Engines in the test's own process, under the real `RolloutPool`: each token is written down as it is made.
 
-The next token is a function of the request's seed and of the place within the request, as vLLM's noise is. The
+The next token is a function of the request's seed and of the place within the response, as vLLM's noise is. The
 log-probability of a token is its number in the log, negative, so that every token can be told from every other.
 """
 
@@ -29,7 +29,7 @@ TOGETHER = 3  # turns of the event loop in which responses that end travel toget
 
 
 class Token(NamedTuple):
-    """place: in its response. noise: seed of its request, and which of its draws."""
+    """place: in its response. noise: seed of its request, and the place."""
 
     token: int
     place: int
@@ -99,11 +99,11 @@ class Engine:
             return "abort"
         if world.rng.random() < 0.4:
             return ""
-        token = response_seed(start.seed, len(made)) % 40
         place = len(start.token_ids) + len(made)
+        token = response_seed(start.seed, place) % 40
         assert place < cap
         made.append(len(world.log))
-        world.log.append(Token(token, place, world.version, (start.seed, len(made))))
+        world.log.append(Token(token, place, world.version, (start.seed, place)))
         return "stop" if token == STOP else "length" if place + 1 == cap else ""
 
     def _response(self, start: Start, made: list[int], reason: str, prompt: int | None = None) -> Response:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from dapo.types import Response
 from tests.support.engines.two import LONG
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import change, differences, group_of
@@ -92,3 +93,22 @@ def test_put_down_at_random_points_each_span_has_the_logprobs_of_its_version(two
             np.testing.assert_array_equal(whole[: len(tokens)], tokens)
             again = whole[len(tokens) : 2 * len(tokens)]
             assert len(again) < 8 or (again != tokens[: len(again)]).any(), "the noise of the beginning, once more"
+
+
+def test_what_is_put_down_ends_as_if_it_had_not_been(two_engines, loop):
+    pool, _ = two_engines.fresh()
+
+    async def run(moves: int) -> list[Response]:
+        running = [asyncio.create_task(group_of(pool, f"m{moves}-{i}", 8000 + 100 * i, 8, LONG)) for i in range(GROUPS)]
+        for move in range(moves):
+            await asyncio.sleep(0.1)
+            await pool.put_down()
+            pool.admit((move % 2,))
+        return [response for task in running for response in await task]
+
+    plain, moved = loop.run(run(0)), loop.run(run(8))
+    pool.admit(pool.members())
+    assert any(one.engine != other.engine for one, other in zip(plain, moved, strict=True))
+    for one, other in zip(plain, moved, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)

@@ -59,7 +59,7 @@ class Engine:
 def made() -> tuple[RolloutWorker, Engine]:
     worker, engine = RolloutWorker(), Engine()
     worker._engine, worker._running, worker._decode, worker._life = engine, {}, lambda ids, **_: "text", LifeSigns()
-    worker._asleep = worker._stirring = worker._keeps = False
+    worker._asleep = worker._stirring = worker._keeps = worker._goes_on = False
     worker._version = 0
     worker._vocabulary = 50
     return worker, engine
