@@ -129,9 +129,11 @@ class Session(Around):
                 raise
             raise self._refusals.lost(self._collected, error, version) from error
         self.evaluations.begin(self.version)
-        if self.version < self._until and self.saver.is_due(self.version):
-            with self.clock("save"):
-                await finish(self.saver.save_or_go_on(self.version))
+        if self.version < self._until:
+            self.saver.keep(self.version)
+            if self.saver.is_due(self.version):
+                with self.clock("save"):
+                    await finish(self.saver.save_or_go_on(self.version))
         return self._metrics
 
     async def save(self) -> None:
@@ -144,6 +146,7 @@ class Session(Around):
         self._pools.lap()
         async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(collect(), self._pools.actors)
+        await self.saver.kept()  # a loss in it is not the batch's
         await self._batches.put(self.version + 1, collected.groups)
         await finish(self.evaluations.leave_gpus(), hurry=self.evaluations.give_up)
         self._collected = collected

@@ -109,6 +109,10 @@ class Ranks:
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
+    def nodes(self) -> list[str]:
+        """Returns the node of each rank."""
+        return [process.node for process in self._processes]
+
     def gpus(self, ranks: Sequence[int]) -> list[str]:
         """Returns the GPUs of these ranks, by Ray's names on their node. Raises RemoteError while they start."""
         if ranks and not self._processes:
