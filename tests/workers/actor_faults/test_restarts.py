@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
@@ -21,7 +22,9 @@ from dapo.workers.actor import ActorPool
 from dapo.workers.remote import RemoteError
 from dapo.workers.training import processes
 from dapo.workers.training.processes import own_process
+from tests.support.nodes import Node
 from tests.support.training.plain_reference import (
+    RANK,
     checksum,
     make_config,
     on_all,
@@ -172,6 +175,32 @@ def test_lost_ranks_go_on_from_the_memory_of_their_nodes_and_take_no_damaged_cop
         assert checksum(pool) == wanted
     finally:
         pool.close()
+
+
+@pytest.mark.nightly
+def test_a_rank_that_lost_its_node_takes_its_state_from_the_other_one(
+    model_dir: Path, sequences: tuple[TrainSequence, ...]
+) -> None:
+    nodes = [Node(gpus=0) for _ in range(3)]
+    cfg = make_config(model_dir, num_workers=2)
+    cfg.checkpoint.memory_copies = 2
+    there = [NodeAffinitySchedulingStrategy(node_id=node.id, soft=False) for node in nodes]
+    pool = ActorPool(cfg, "cpu", lambda: [RANK | {"scheduling_strategy": where} for where in there[:2]])
+    try:
+        asyncio.run(pool.start())
+        asyncio.run(pool.update(train_batch(0, sequences)))
+        kept, wanted = asyncio.run(pool.keep(1)), checksum(pool)
+        nodes[1].kill()
+        with pytest.raises(ActorsLost):
+            asyncio.run(pool.update(train_batch(1, stale(sequences))))
+        there.pop(1)
+        asyncio.run(pool.restart())
+        assert asyncio.run(pool.restore(kept)) == "ranks 1 from other copies than their own"
+        assert checksum(pool) == wanted
+    finally:
+        pool.close()
+        for node in nodes:
+            node.stop()
 
 
 def test_a_process_that_the_driver_does_not_see_is_ended_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
