@@ -376,9 +376,10 @@ class PromptOrder:
 
     def restore(self, directory: Path, *, version: int) -> None:
         """Restores the state from a checkpoint of policy `version`. Raises ValueError if its files are invalid."""
+        history = PromptHistory.read(directory, len(self._prompts))
         decides = self._curriculum is not None and (directory / FILE).is_file()
         state = _read_state(directory / FILE, len(self._names)) if decides else None
-        self.take(SavedOrder(history=PromptHistory.read(directory, len(self._prompts)), state=state), version=version)
+        self.take(SavedOrder(history=history, state=state), version=version)
 
     def take(self, saved: "SavedOrder", *, version: int) -> None:
         """Restores what `saved` has returned at policy `version`."""
