@@ -51,8 +51,9 @@ COLLECTIVE_S = 600.0  # longest timeout of one collective: a rank that is later 
 
 
 class ActorWorker:
-    """One FSDP rank, a Ray actor. Every method except `process`, `read_file`, `free_address` and `close_weights` is a
-    collective over all ranks. It tracks the policy version of its weights, and whether they are consistent."""
+    """One FSDP rank, a Ray actor. Every method except `process`, `read_file`, `free_address`, `hold` and
+    `close_weights` is a collective over all ranks. It tracks the policy version of its weights, and whether they are
+    consistent."""
 
     def __init__(self, cfg: Config, device: str, own_loss: Source | None = None) -> None:
         self._cfg, self._device, self._own_loss = cfg, device, own_loss
@@ -430,7 +431,8 @@ class ActorPool:
 
     async def keep(self, version: int) -> Kept:
         """Returns copies in the memory of the nodes: of each rank on its own, and on another one as well if
-        `checkpoint.memory_copies` is 2. Raises as `save` does."""
+        `checkpoint.memory_copies` is 2. Raises as `save` does, but RemoteError also if ranks failed differently: a node
+        may have neither memory nor disk left."""
         what, nodes = f"copying policy version {version} to the nodes' memory", self._ranks.nodes()
         count = len(nodes)
         copied: dict[int, Any] = {}  # Ray's references, by rank
@@ -445,14 +447,14 @@ class ActorPool:
             done, held[of] = worker.hold.options(num_returns=2).remote(copied[of])
             return done
 
-        digests = await self._checkpoint(copy, what)
+        digests = await self._checkpoint(copy, what, separable=True)
         alike = [[(rank + k) % count for k in range(0, count, self._shards)] for rank in range(count)]  # itself first
         # One shift for all ranks, so that each holds the copy of one; 0 if there is only one node.
         away = [sum(nodes[rank] != nodes[rank - by] for rank in range(count)) for by in range(count)]
         shift = away.index(max(away))
         alone = any(len({nodes[k] for k in ranks}) == 1 for ranks in alike)
         if self._cfg.checkpoint.memory_copies > 1 and shift and alone:
-            await self._checkpoint(hold, what)
+            await self._checkpoint(hold, what, separable=True)
         sources = [[(digests[k], of[k]) for of in (copied, held) for k in ranks if k in of] for ranks in alike]
         return Kept(version=version, sources=sources)
 
@@ -465,9 +467,8 @@ class ActorPool:
     async def export_hf(self, directory: str) -> None:
         await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
 
-    async def _checkpoint(self, submit: Submit, what: str, *, beside: bool = False) -> list[Any]:
-        timeout_s, key = self._cfg.checkpoint.timeout_s, "checkpoint.timeout_s"
-        return await self._ranks.call(submit, timeout_s, what, key, beside=beside)
+    async def _checkpoint(self, submit: Submit, what: str, **how: bool) -> list[Any]:
+        return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s", **how)
 
     async def open_weights(self, transport: str) -> tuple[int, list[Any]]:
         """Returns the number of buckets of a weight sync, and each rank's endpoint of the transport."""
