@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -93,6 +93,15 @@ class Updated:
     use: RankUse | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The actors' state of policy `version` in the memory of their nodes, which is free again once nothing holds this
+    object. sources: for each rank, where it can take its part from, the nearest first; known to the pool alone."""
+
+    version: int
+    sources: Sequence[Any] = ()
+
+
 class ActorPool(Protocol):
     """All FSDP ranks as one. Every method raises ActorsLost, and then so does every later one until `restart`; or
     another RuntimeError that all ranks raised alike with nothing changed."""
@@ -116,6 +125,13 @@ class ActorPool(Protocol):
 
     async def write_staged(self, directory: str, export: str) -> None:
         """Writes the staged copy like `save`, and the model to `export` like `export_hf`; updates may run meanwhile."""
+
+    async def keep(self, version: int) -> Kept:
+        """Copies the state of policy `version`, which the ranks must be at, into the memory of their nodes."""
+
+    async def restore(self, kept: Kept) -> str:
+        """Takes the state from there, also after `restart`; returns from where. Raises RuntimeError if a rank finds no
+        copy that is whole: then only `load` helps."""
 
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RuntimeError unless all ranks read `content` in the file at `path`."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+UInt8Array = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 Experts = NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]: the k experts that a token passed through
 LEAST_LOGPROB = -1e4  # vLLM gives -inf, in places a large negative number, to a token that cannot be sampled

@@ -11,17 +11,18 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from dapo.algorithm.mismatch import Variant
 from dapo.algorithm.own.loading import Source, load, source_of
-from dapo.config.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
+from dapo.config.derived import LENT_TRANSPORT, num_shards, shares_prompts, transfer_timeout_s
 from dapo.config.node_environment import check_allocator
 from dapo.config.schema import Config
 from dapo.ground.console import say, warn
 from dapo.ground.fault_points import fault_point
 from dapo.ground.restarts import Restarts
-from dapo.pools import ActorsLost, BatchRefused, Updated
-from dapo.types import Float32Array, TrainBatch, TrainSequence
+from dapo.pools import ActorsLost, BatchRefused, Kept, Updated
+from dapo.types import Float32Array, TrainBatch, TrainSequence, UInt8Array
 from dapo.workers.remote import RemoteError, wait
 from dapo.workers.training import fsdp, mesh
 from dapo.workers.training.batch_split import (
@@ -32,7 +33,7 @@ from dapo.workers.training.batch_split import (
     split_batch,
     split_sequences,
 )
-from dapo.workers.training.collective_errors import RankVersion
+from dapo.workers.training.collective_errors import OwnWork, RankVersion
 from dapo.workers.training.files import state
 from dapo.workers.training.forward.attention import choose_kernel
 from dapo.workers.training.optimizer import Moments, build_optimizer
@@ -40,7 +41,7 @@ from dapo.workers.training.processes import RankProcess, free_address, give_way,
 from dapo.workers.training.ranks import Ranks, Submit
 from dapo.workers.training.update import NonFiniteError, Updater
 from dapo.workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
-from dapo.workers.weights.bucket import Bucket, Endpoint
+from dapo.workers.weights.bucket import WORD_BYTES, Bucket, Endpoint, digest
 from dapo.workers.weights.sender import WeightSender
 
 BESIDE = "beside"  # Ray's concurrency group of calls to a rank that may hang in a broadcast
@@ -50,8 +51,9 @@ COLLECTIVE_S = 600.0  # longest timeout of one collective: a rank that is later 
 
 
 class ActorWorker:
-    """One FSDP rank, a Ray actor. Every method except `process`, `read_file`, `free_address` and `close_weights` is a
-    collective over all ranks. It tracks the policy version of its weights, and whether they are consistent."""
+    """One FSDP rank, a Ray actor. Every method except `process`, `read_file`, `free_address`, `hold` and
+    `close_weights` is a collective over all ranks. It tracks the policy version of its weights, and whether they are
+    consistent."""
 
     def __init__(self, cfg: Config, device: str, own_loss: Source | None = None) -> None:
         self._cfg, self._device, self._own_loss = cfg, device, own_loss
@@ -207,6 +209,50 @@ class ActorWorker:
             self._moments.to_host()
             self._release()
 
+    def copy(self, version: int) -> tuple[list[str], list[UInt8Array]]:
+        """Returns digests and bytes of this rank's part of the state. As a return value they lie in the memory of its
+        node and belong to the driver: they outlive this process. Raises as `save` does."""
+        fault_point("actor.copy")
+        self._version.check("a copy", version)
+        fsdp.check_copies(self._policy, self._mesh)
+        parts = [*state.own_tensors(self._policy, self._optimizer), *self._updater.scale.state().values()]
+        return [_digest(part) for part in parts], [_bytes(part).cpu().numpy() for part in parts]
+
+    def hold(self, copied: list[UInt8Array]) -> tuple[None, list[UInt8Array]]:
+        """Returns the bytes of another rank, so that they lie in the memory of this node too."""
+        return None, copied
+
+    def restore(self, version: int, sources: Sequence[tuple[list[str], Any]]) -> int:
+        """Takes the state of policy `version` from the first source, digests and Ray's reference of what `copy` has
+        returned, that can be read and is whole; returns its number. Raises Unanimous if some rank has none."""
+        with self._version.changing(f"restoring policy version {version}", to=version, or_nothing=False):
+            self._optimizer.zero_grad()  # of an update that failed
+            self._updater.scale.forget()
+            own, number = OwnWork(), -1
+            with own:
+                number = self._take(sources)
+            own.meet(f"policy version {version} could not be restored")
+            self._release()
+        return number
+
+    @torch.no_grad()
+    def _take(self, sources: Sequence[tuple[list[str], Any]]) -> int:
+        scale, why = self._updater.scale.state(), ""
+        parts = [*state.own_tensors(self._policy, self._optimizer), *scale.values()]
+        for number, (digests, copied) in enumerate(sources):
+            try:
+                for part, data in zip(parts, ray.get(copied, timeout=self._cfg.checkpoint.timeout_s / 4), strict=True):
+                    _bytes(part).copy_(torch.tensor(data))
+            except (RayError, RuntimeError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                continue
+            if [_digest(part) for part in parts] == digests:
+                if scale:
+                    self._updater.scale.load(scale)
+                return number
+            why = "its digests differ"
+        raise RuntimeError(f"none of {len(sources)} copies of its state is whole ({why})")
+
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
         self._version.check("an export")
@@ -214,6 +260,15 @@ class ActorWorker:
             state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
         finally:
             self._release()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = _bytes(tensor)
+    return digest(data if len(data) % WORD_BYTES == 0 else torch.nn.functional.pad(data, (0, -len(data) % WORD_BYTES)))
 
 
 class ActorPool:
@@ -240,6 +295,7 @@ class ActorPool:
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()])
         self.gpus, self.nodes, self.until_idle = self._ranks.gpus, self._ranks.nodes, self._ranks.until_idle
         self._before_restart = before_restart
+        self._shards = num_shards(cfg)
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
         self._bounds = (
@@ -373,12 +429,46 @@ class ActorPool:
     async def load(self, directory: str, version: int) -> None:
         await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
 
+    async def keep(self, version: int) -> Kept:
+        """Returns copies in the memory of the nodes: of each rank on its own, and on another one as well if
+        `checkpoint.memory_copies` is 2. Raises as `save` does, but RemoteError also if ranks failed differently: a node
+        may have neither memory nor disk left."""
+        what, nodes = f"copying policy version {version} to the nodes' memory", self._ranks.nodes()
+        count = len(nodes)
+        copied: dict[int, Any] = {}  # Ray's references, by rank
+        held: dict[int, Any] = {}
+
+        def copy(rank: int, worker: Any) -> Any:
+            done, copied[rank] = worker.copy.options(num_returns=2).remote(version)
+            return done
+
+        def hold(rank: int, worker: Any) -> Any:
+            of = (rank + shift) % count  # its state, for another node
+            done, held[of] = worker.hold.options(num_returns=2).remote(copied[of])
+            return done
+
+        digests = await self._checkpoint(copy, what, separable=True)
+        alike = [[(rank + k) % count for k in range(0, count, self._shards)] for rank in range(count)]  # itself first
+        # One shift for all ranks, so that each holds the copy of one; 0 if there is only one node.
+        away = [sum(nodes[rank] != nodes[rank - by] for rank in range(count)) for by in range(count)]
+        shift = away.index(max(away))
+        alone = any(len({nodes[k] for k in ranks}) == 1 for ranks in alike)
+        if self._cfg.checkpoint.memory_copies > 1 and shift and alone:
+            await self._checkpoint(hold, what, separable=True)
+        sources = [[(digests[k], of[k]) for of in (copied, held) for k in ranks if k in of] for ranks in alike]
+        return Kept(version=version, sources=sources)
+
+    async def restore(self, kept: Kept) -> str:
+        restore: Submit = lambda rank, worker: worker.restore.remote(kept.version, kept.sources[rank])  # noqa: E731
+        numbers = await self._checkpoint(restore, f"restoring policy version {kept.version}")
+        others = [rank for rank, number in enumerate(numbers) if number]
+        return f"ranks {', '.join(map(str, others))} from other copies than their own" if others else "own copies"
+
     async def export_hf(self, directory: str) -> None:
         await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
 
-    async def _checkpoint(self, submit: Submit, what: str, *, beside: bool = False) -> list[Any]:
-        timeout_s, key = self._cfg.checkpoint.timeout_s, "checkpoint.timeout_s"
-        return await self._ranks.call(submit, timeout_s, what, key, beside=beside)
+    async def _checkpoint(self, submit: Submit, what: str, **how: bool) -> list[Any]:
+        return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s", **how)
 
     async def open_weights(self, transport: str) -> tuple[int, list[Any]]:
         """Returns the number of buckets of a weight sync, and each rank's endpoint of the transport."""

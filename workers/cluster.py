@@ -37,11 +37,11 @@ _own = ExitStack()  # undoes what our own cluster changed in this process
 _left = _ended = threading.Event()  # leaving has begun; the cluster has ended
 
 
-def connect(address: str, *, worker_logs: bool) -> None:
+def connect(address: str, *, worker_logs: bool, keeps: bool = False) -> None:
     """Joins the cluster at `address` (`auto`, host:port). Starts a private one on this machine if `address` is `local`,
-    or if neither it nor RAY_ADDRESS is set. `leave` ends it. A signal interrupts the wait. Raises ValueError if the
-    address is of Ray's client (`ray://`) or job server, because a run must be a process on a node; OSError if nothing
-    listens there or it does not answer."""
+    or if neither it nor RAY_ADDRESS is set. `leave` ends it. keeps: it has to hold copies of the ranks' state. A signal
+    interrupts the wait. Raises ValueError if the address is of Ray's client (`ray://`) or job server, because a run
+    must be a process on a node; OSError if nothing listens there or it does not answer."""
     global _left, _ended
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -50,7 +50,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
     if target == "local":
         local = {
             "include_dashboard": False,
-            "object_store_memory": _object_store_bytes(),
+            "object_store_memory": _object_store_bytes(keeps),
             "_temp_dir": session_folder(),
         }
         _own.enter_context(own_token())
@@ -173,9 +173,11 @@ def going_nodes(unknown_s: float) -> Callable[[], dict[str, float]]:
     return lambda: {node: max(0.0, at - time.time()) for node, at in list(deadlines.items())}
 
 
-def _object_store_bytes() -> int:
-    """Returns a fifth of the memory of the machine or container, at most 8 GiB. A single-machine run needs far less."""
-    return min(get_system_memory() // 5, 8 * GIB)
+def _object_store_bytes(keeps: bool) -> int:
+    """Returns a fifth of the memory of the machine or container. At most 8 GiB, of which a single-machine run needs far
+    less, unless it keeps copies of the ranks' state there."""
+    part = get_system_memory() // 5
+    return part if keeps else min(part, 8 * GIB)
 
 
 def nodes() -> list[Node]:

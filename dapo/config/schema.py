@@ -60,6 +60,13 @@ class CheckpointConfig:
         "write while training continues, from a copy in host memory",
         verl="actor_rollout_ref.actor.checkpoint.async_save",
     )
+    memory_copies: int = key(
+        0,
+        "copies of the ranks' state after each step, from which lost ranks continue, in the nodes' memory (Ray's "
+        "object store); 2: one of them on another node",
+        values="0, 1 or 2; 0: lost ranks continue from the newest checkpoint",
+        holds=lambda value: value in (0, 1, 2),
+    )
     timeout_s: float = positive(1800.0, "longest save")
     max_failed_saves: int = at_least(0, 3, "saves in a row that may fail")
     journal: bool = key(True, "write finished groups between checkpoints")

@@ -376,9 +376,16 @@ class PromptOrder:
 
     def restore(self, directory: Path, *, version: int) -> None:
         """Restores the state from a checkpoint of policy `version`. Raises ValueError if its files are invalid."""
-        self._history = PromptHistory.read(directory, len(self._prompts))
-        if self._curriculum is not None and (directory / FILE).is_file():
-            self._open(_read_state(directory / FILE, len(self._names)), version=version)
+        history = PromptHistory.read(directory, len(self._prompts))
+        decides = self._curriculum is not None and (directory / FILE).is_file()
+        state = _read_state(directory / FILE, len(self._names)) if decides else None
+        self.take(SavedOrder(history=history, state=state), version=version)
+
+    def take(self, saved: "SavedOrder", *, version: int) -> None:
+        """Restores what `saved` has returned at policy `version`."""
+        self._history = saved.history.copy()
+        if saved.state is not None:
+            self._open(saved.state, version=version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

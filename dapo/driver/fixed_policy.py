@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from dapo.pools import Updated
+from dapo.pools import Kept, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 
 
@@ -28,6 +28,12 @@ class FixedPolicy:
     async def stage(self, version: int, *, export: bool) -> None: ...
 
     async def write_staged(self, directory: str, export: str) -> None: ...
+
+    async def keep(self, version: int) -> Kept:
+        return Kept(version=version)
+
+    async def restore(self, kept: Kept) -> str:
+        return ""
 
     async def check_shared(self, path: str, content: str) -> None: ...
 

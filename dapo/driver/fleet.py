@@ -42,7 +42,8 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
     # asyncio would report the waits on Ray that a failure or signal cancels at exit, each with a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with waiting("Ray to start, or to be joined"):
-        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+        keeps = cfg.checkpoint.memory_copies > 0
+        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs, keeps=keeps)
     try:
         yield
     finally:

@@ -2,8 +2,8 @@
 
     make a Session ─▶ run ─▶ done
          ▲             │ ActorsLost: ranks died, hang, or have different states
-         └── restart ◀─┘ of all ranks; the new one continues from the newest checkpoint and the journal, without a
-                         batch that has lost the ranks twice (`dapo.driver.refusals`)
+         └── restart ◀─┘ of all ranks; the new one continues from the memory of the nodes or the newest checkpoint, and
+                         the journal, without a batch that has lost the ranks twice (`dapo.driver.refusals`)
 
 Engines and reward workers replace their own processes (`workers.rollout`, `workers.reward`) and stay up meanwhile.
 """
@@ -26,15 +26,17 @@ async def run_to_end(make: Callable[[], Session], actors: ActorPool, max_restart
     Raises:
         ActorsLost: they were lost more often (`actor.max_restarts`).
     """
-    restarts, furthest = Restarts(max_restarts), 0
+    restarts, furthest, near = Restarts(max_restarts), 0, None
     while True:
         session = make()
+        session.saver.near = near
         try:
             await session.run()
             return
         except ActorsLost as error:
             await session.saver.abandon()
             session.saver.close()
+            near = session.saver.near
             if session.version > furthest:  # steps between the checkpoint and the last loss were trained again alike
                 restarts.worked()
                 furthest = session.version

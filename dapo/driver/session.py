@@ -130,8 +130,10 @@ class Session(Around):
                 raise
             raise self._refusals.lost(self._collected, error, version) from error
         self.evaluations.begin(self.version)
-        if self.version < self._until and (self._pools.told.is_set() or self.saver.is_due(self.version)):
-            await self._save_on_the_way()
+        if self.version < self._until:
+            self.saver.keep(self.version)
+            if self._pools.told.is_set() or self.saver.is_due(self.version):
+                await self._save_on_the_way()
         return self._metrics
 
     async def _save_on_the_way(self) -> None:
@@ -162,6 +164,7 @@ class Session(Around):
             await asyncio.wait([when_told])  # a save that has begun ends first
         if not when_told.cancelled():
             when_told.result()
+        await self.saver.kept()  # a loss in it is not the batch's
         await self._batches.put(self.version + 1, collected.groups)
         await finish(self.evaluations.leave_gpus(), hurry=self.evaluations.give_up)
         self._collected = collected

@@ -42,8 +42,11 @@ class DriverState:
         due = Due(evaluate=values["due"]["evaluate"], lines=tuple(values["due"]["lines"]))
         return cls(version=values["version"], buffer=BufferState(**values["buffer"]), due=due)
 
+    def owes_evaluation(self, output_dir: Path) -> bool:
+        """Whether the run in output_dir ended before it had evaluated this policy."""
+        return self.due.evaluate and not evaluated(output_dir, self.version)
+
 
 def owes_evaluation(directory: Path, output_dir: Path) -> bool:
     """Whether the run in output_dir ended before it had evaluated the policy saved in `directory`."""
-    state = DriverState.read(directory)
-    return state.due.evaluate and not evaluated(output_dir, state.version)
+    return DriverState.read(directory).owes_evaluation(output_dir)

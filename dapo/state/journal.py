@@ -91,8 +91,9 @@ class Journal:
         if self.version >= 0 and self._queue.qsize() < MAX_WAITING:
             self._queue.put(encode)
 
-    def prune(self, oldest: int) -> None:
-        for path in self._segments(0):
+    def prune(self, oldest: int, *, after: int = -1) -> None:
+        """Removes the segments before `oldest`, of those after `after`."""
+        for path in self._segments(after + 1):
             if _version_of(path) < oldest:
                 with contextlib.suppress(OSError):
                     path.unlink()

@@ -5,6 +5,7 @@ A checkpoint (`dapo.state.checkpoint`) has `actor/` (ranks), `hf/` (the exported
 
     capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
     the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
+    the same, memory_copies: ─▶ ranks copy to the memory of their nodes, after each step, for lost ranks of this run
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from dapo.ground.durable import free_space
 from dapo.ground.signals import finish
 from dapo.ground.time_limit import TimeLimit
 from dapo.ground.watchdog import waiting
-from dapo.pools import ActorPool, ActorsLost, RewardPool
+from dapo.pools import ActorPool, ActorsLost, Kept, RewardPool
 from dapo.report.log import MetricsLogger
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import score_of, training_sampling
 from dapo.state.checkpoint import CheckpointStore
-from dapo.state.driver_state import DriverState, Due, owes_evaluation
+from dapo.state.driver_state import DriverState, Due
 from dapo.state.groups import FILE, note, read_groups, recover, write_groups
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
@@ -48,21 +49,29 @@ class Captured:
         self.order.write(directory)
         self.state.write(directory)
 
+    @classmethod
+    def read(cls, directory: Path, order: PromptOrder, *, history: bool) -> "Captured":
+        """Reads what `write` wrote. order: whose draws the groups have; restored here if `history`."""
+        state = DriverState.read(directory)
+        if history:
+            order.restore(directory, version=state.version)
+        return cls(state=state, order=order.saved(), held=read_groups(directory / FILE, order.draw))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where a run continues. directory: the checkpoint; None if there is none, and `version` is 0. journaled:
-    number of groups that finished after it. owes_evaluation: of its policy."""
+    """Where a run continues. source: the checkpoint or what the nodes hold in memory; empty without either, and
+    `version` is 0. journaled: number of groups that finished after it. owes_evaluation: of its policy."""
 
     version: int
-    directory: Path | None
+    source: str
     journaled: int
     owes_evaluation: bool
 
     @property
     def where(self) -> str:
         journal = f"{self.journaled} groups of the journal" if self.journaled else ""
-        return " and ".join([str(part) for part in (self.directory, journal) if part])
+        return " and ".join([part for part in (self.source, journal) if part])
 
 
 class SaveFailed(RuntimeError):
@@ -93,6 +102,7 @@ class Saver:
         self.voided = Voided(logger.output_dir, warn=warn)
         self._owes = owes
         self._cfg = cfg.checkpoint
+        self._max_staleness = cfg.filter_groups.max_staleness
         self._store = store
         self._actors = actors
         self._buffer = buffer
@@ -105,6 +115,8 @@ class Saver:
         self._tried_at = time.monotonic()
         self._running: asyncio.Task[None] | None = None  # an asynchronous save
         self._copied = asyncio.Event()  # the save no longer needs the actors' state
+        self._keeping: asyncio.Task[None] | None = None
+        self.near: tuple[Captured, Kept] | None = None  # outlives this object; `dapo.driver.recovery` hands it on
 
     def scored(self, group: Group, started: int) -> None:
         """Notes a group in the journal. started: the policy version at its start."""
@@ -150,6 +162,30 @@ class Saver:
         if self._is_running():
             await self._copied.wait()
 
+    def keep(self, version: int) -> None:
+        """Begins to copy policy `version` into the memory of the nodes, with `checkpoint.memory_copies`."""
+        if self._cfg.memory_copies and version:
+            # Journal segments of policies that no checkpoint knows help only what is kept in memory.
+            needed = version if self._is_running() else self._version + self._max_staleness
+            self._keeping = asyncio.create_task(self._keep(self._capture(version), needed))
+
+    async def kept(self) -> None:
+        """Waits until `keep` no longer needs the actors' state. Raises ActorsLost."""
+        if self._keeping is not None:
+            await self._keeping
+
+    async def _keep(self, captured: Captured, needed: int) -> None:
+        """needed: the last version whose journal segment a checkpoint needs."""
+        version = captured.state.version
+        try:
+            self.near = captured, await self._actors.keep(version)
+        except ActorsLost:
+            raise
+        except RuntimeError as error:
+            warn(f"`checkpoint.memory_copies`: step {version} is not in the memory of the nodes: {error}")
+            return
+        self.journal.prune(version, after=needed)
+
     async def save(self, version: int) -> None:
         """Writes the final checkpoint of a run, unless the save under way already has everything. Raises as
         `save_or_go_on` does, and SaveFailed at the first failure."""
@@ -177,6 +213,9 @@ class Saver:
             await asyncio.wait([running])
             if not running.cancelled() and (error := running.exception()):
                 warn(str(error))
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
 
     def _capture(self, version: int) -> Captured:
         """Captures the driver's part of a checkpoint, and begins the next journal segment at the same moment."""
@@ -238,29 +277,22 @@ class Saver:
             await self._actors.export_hf(export)
 
     async def resume(self, rewards: RewardPool) -> Resumed:
-        """Loads the newest checkpoint into actors and buffer, and the groups of the journal that finished after it.
-        Without a checkpoint, loads only the journal of the untrained policy. Call once, before anything else, also for
-        a new run.
+        """Loads what the nodes hold in memory, or the newest checkpoint, into actors and buffer, and the groups of the
+        journal that finished after it. Without either, loads only the journal of the untrained policy. Call once,
+        before anything else, also for a new run.
 
         Groups are scored again: scoring is cheap, and old scores may be why the run stopped. Groups that were set aside
         are skipped. Raises ValueError if files cannot be read.
         """
         await asyncio.to_thread(self.voided.read)
-        with waiting("the newest checkpoint to be found and hashed"):  # minutes if this process wrote it
-            directory = await asyncio.to_thread(self._store.latest)
-        state = DriverState(version=0, buffer=self._buffer.state())
-        held: list[tuple[Group, int]] = []
-        if directory is not None:
-            state = DriverState.read(directory)
-            await self._actors.load(str(directory / "actor"), state.version)
-            if self._store.keeps_history:
-                await asyncio.to_thread(self._order.restore, directory, version=state.version)
-            held = await asyncio.to_thread(read_groups, directory / FILE, self._order.draw)
-        if not self._store.keeps_groups:  # their meaning has changed
+        captured, source = await self._from_memory() or await self._from_disk()
+        state, held = captured.state, captured.held
+        keeps_groups = self.near is not None or self._store.keeps_groups
+        if not keeps_groups:  # their meaning has changed
             self.journal.remove()
             if held:
-                warn(f"{len(held)} groups of {directory} are generated again: what they mean has changed")
-        out = {group.draw.index for group, _ in held if not self._store.keeps_groups or self.voided.holds(group)}
+                warn(f"{len(held)} groups of {source} are generated again: what they mean has changed")
+        out = {group.draw.index for group, _ in held if not keeps_groups or self.voided.holds(group)}
         if out:  # their draws start again
             state = state.without(sorted(out))
             held = [(group, started) for group, started in held if group.draw.index not in out]
@@ -278,9 +310,38 @@ class Saver:
         )
         self._version = state.version
         self._groups = _names(self._buffer.held()) & _names(held)
+        if self.near is not None:  # which no later start finds
+            self._version, self._groups = max(self._store.steps(), default=0), set()
         self._logger.resume(state.version, state.due.lines)
-        owed = directory is not None and owes_evaluation(directory, self._logger.output_dir)
-        return Resumed(version=state.version, directory=directory, journaled=len(since), owes_evaluation=owed)
+        owed = state.owes_evaluation(self._logger.output_dir)
+        return Resumed(version=state.version, source=source, journaled=len(since), owes_evaluation=owed)
+
+    async def _from_memory(self) -> tuple[Captured, str] | None:
+        """Loads what an earlier trainer of this run has kept into actors and order; returns it, and where it was."""
+        near, self.near = self.near, None
+        if near is None:
+            return None
+        captured, kept = near
+        try:
+            source = await self._actors.restore(kept)
+        except ActorsLost:  # the next attempt reads the checkpoint
+            raise
+        except RuntimeError as error:
+            warn(f"step {kept.version} is not whole in the memory of the nodes: {error}; going on from the checkpoint")
+            return None
+        self.near = near
+        self._order.take(captured.order, version=kept.version)
+        return captured, f"step {kept.version} in the memory of the nodes ({source})"
+
+    async def _from_disk(self) -> tuple[Captured, str]:
+        with waiting("the newest checkpoint to be found and hashed"):  # minutes if this process wrote it
+            directory = await asyncio.to_thread(self._store.latest)
+        if directory is None:
+            state = DriverState(version=0, buffer=self._buffer.state())
+            return Captured(state=state, order=self._order.saved(), held=[]), ""
+        await self._actors.load(str(directory / "actor"), DriverState.read(directory).version)
+        history = self._store.keeps_history
+        return await asyncio.to_thread(Captured.read, directory, self._order, history=history), str(directory)
 
     def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:
@@ -290,6 +351,8 @@ class Saver:
         return []
 
     def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         self.journal.close()
 
 

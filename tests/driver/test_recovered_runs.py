@@ -75,13 +75,15 @@ def trained(actors: FakeActors) -> dict[int, list]:
     }
 
 
-def run_with(path, actors: FakeActors) -> int:
-    """Runs to the end; returns how many trainers it took."""
+def run_with(path, actors: FakeActors, *, copies: int = 0) -> int:
+    """Runs to the end; returns how many trainers it took. copies: in memory."""
     made = []
+    cfg = tiny_config(total_steps=7)
+    cfg.checkpoint.memory_copies = copies
 
     def make():
         rollouts = Regenerating(seed=len(made), max_turns=9)
-        made.append(make_trainer(path, tiny_config(total_steps=7), actors=actors, rollouts=rollouts)[0])
+        made.append(make_trainer(path, cfg, actors=actors, rollouts=rollouts)[0])
         return made[-1]
 
     asyncio.run(run_to_end(make, actors, 3))
@@ -104,6 +106,36 @@ def test_a_run_that_loses_its_actors_trains_on_what_it_would_have(tmp_path, undi
     actors = Failing({number: lost(number) for number in at}, after=after)
     assert run_with(tmp_path, actors) == 1 + len(at)
     assert trained(actors) == undisturbed and actors.restarted == len(at)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [[1], [4], [7], [1, 2, 6], [3, 4, 5]])
+def test_with_copies_in_memory_it_repeats_no_step_either(tmp_path, undisturbed, at, after):
+    actors = Failing({number: lost(number) for number in at}, after=after)
+    assert run_with(tmp_path, actors, copies=1) == 1 + len(at)
+    assert trained(actors) == undisturbed and len(actors.batches) == 7 + after * len(at)
+    assert actors.restored == [number - 1 for number in at if number > 1] and not actors.loaded
+
+
+@pytest.mark.parametrize("method", ["keep", "restore"])
+@pytest.mark.parametrize("error", [lost(), RuntimeError("no copy is whole")])
+def test_without_a_whole_copy_in_memory_the_checkpoint_is_read(tmp_path, undisturbed, monkeypatch, method, error):
+    actors = Failing({6: lost()})
+
+    async def fail(*args) -> None:
+        if method == "restore" or actors.version == 5:
+            monkeypatch.undo()
+            actors.gone = isinstance(error, ActorsLost)
+            raise error
+        return await FakeActors.keep(actors, *args)
+
+    monkeypatch.setattr(actors, method, fail)
+    run_with(tmp_path, actors, copies=1)
+    assert trained(actors) == undisturbed
+    if method == "restore":
+        assert not actors.restored and [path.split("/")[-2] for path in actors.loaded] == ["step_000004"]
+    else:
+        assert not actors.loaded and actors.restored == ([4, 5] if isinstance(error, ActorsLost) else [4])
 
 
 def quarantined(path) -> dict[str, list]:

@@ -49,6 +49,13 @@ def wait_for(holds) -> None:
         time.sleep(0.005)
 
 
+def test_segments_that_only_the_memory_of_the_nodes_needed_go_with_it(tmp_path):
+    for version in range(6):
+        written(tmp_path, version)
+    opened(tmp_path).prune(5, after=2)
+    assert sorted(path.name[-5] for path in (tmp_path / "journal").iterdir()) == list("0125")
+
+
 def test_what_was_appended_while_a_segment_is_open_is_read_in_its_order(tmp_path):
     assert read(tmp_path) == ([], [])
     journal = opened(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dapo.pools import Updated
+from dapo.pools import Kept, Updated
 from dapo.types import (
     Draw,
     Float32Array,
@@ -130,6 +130,7 @@ class FakeActors:
         self.batches: list[TrainBatch] = []
         self.saved: list[str] = []
         self.loaded: list[str] = []
+        self.restored: list[int] = []
         self.version = self.restarted = 0
 
     async def update(self, batch: TrainBatch) -> Updated:
@@ -173,6 +174,17 @@ class FakeActors:
             Path(folder).mkdir()
             (Path(folder) / "weights").write_text(text)
         self.saved.append(directory)
+
+    async def keep(self, version: int) -> Kept:
+        if version != self.version:
+            raise RuntimeError(f"the ranks refuse a copy of policy version {version}: {self.version}")
+        await asyncio.sleep(0)
+        return Kept(version=version)
+
+    async def restore(self, kept: Kept) -> str:
+        self.restored.append(kept.version)
+        self.version = kept.version
+        return "own copies"
 
     async def check_shared(self, path: str, content: str) -> None:
         assert Path(path).read_text() == content

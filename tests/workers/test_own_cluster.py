@@ -170,14 +170,17 @@ def test_nobody_else_writes_to_the_files_of_its_sessions(monkeypatch: pytest.Mon
         shutil.rmtree(place)
 
 
-@pytest.mark.parametrize(("memory", "store"), [(6 << 30, (6 << 30) // 5), (128 << 30, 8 << 30)])
+@pytest.mark.parametrize(
+    ("memory", "keeps", "store"),
+    [(6 << 30, False, (6 << 30) // 5), (128 << 30, False, 8 << 30), (128 << 30, True, (128 << 30) // 5)],
+)
 def test_the_object_store_fits_into_the_memory_of_a_container(
-    memory: int, store: int, monkeypatch: pytest.MonkeyPatch
+    memory: int, keeps: bool, store: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "get_system_memory", lambda: memory)
     started: dict[str, object] = {}
     monkeypatch.setattr(cluster.ray, "init", lambda **given: started.update(given))
-    cluster.connect("local", worker_logs=False)
+    cluster.connect("local", worker_logs=False, keeps=keeps)
     cluster.leave()
     assert started["object_store_memory"] == store
 

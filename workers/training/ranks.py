@@ -109,15 +109,15 @@ class Ranks:
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
+    def nodes(self) -> list[str]:
+        """Returns the node of each rank, by Ray's ids."""
+        return [process.node for process in self._processes]
+
     def gpus(self, ranks: Sequence[int]) -> list[str]:
         """Returns the GPUs of these ranks, by Ray's names on their node. Raises RemoteError while they start."""
         if ranks and not self._processes:
             raise RemoteError(f"the GPUs of actor ranks {list(ranks)} are not known yet, for they are starting")
         return [gpu for rank in ranks for gpu in self._processes[rank].gpus]
-
-    def nodes(self) -> set[str]:
-        """Returns Ray's ids of the nodes that ranks are on."""
-        return {process.node for process in self._processes}
 
     async def restart(self, key: str) -> None:
         """Ends all ranks, waits until their processes have ended, and creates new ones. Raises ActorsLost if a process

@@ -233,11 +233,17 @@ class ActorMemory:
         export = product(f"copy of the export, {self.cfg.model.dtype}, rank 0", self.element, self.shape.parameters)
         return (own, export) if self.cfg.checkpoint.hf_export else (own,)
 
+    def kept(self) -> tuple[Term, ...]:
+        """Host memory of each rank's copies for lost ranks: those of a step stay until the next ones are whole."""
+        if not (copies := 2 * self.cfg.checkpoint.memory_copies):
+            return ()
+        return (self._sharded(f"{copies} x parameters and Adam m, v, float32", copies * 3 * FLOAT32, self.trained),)
+
     def on_host(self) -> float:
         """Bytes of host memory that the ranks of one node use, for the node of rank 0."""
         ranks = min(self.cfg.plan.gpus_per_node, self.cfg.actor.num_workers)
         own, *alone = [term.amount for term in self.copied()] or [0.0]
-        return ranks * (own + together((*self.offloaded(), *self.moved()))) + sum(alone)
+        return ranks * (own + together((*self.offloaded(), *self.moved(), *self.kept()))) + sum(alone)
 
     def resident(self) -> tuple[Term, ...]:
         elsewhere = {term.name for term in self.offloaded()}

@@ -107,6 +107,8 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
         yield from ({"actor.offload": value} for value in offloads if value != actor.offload)
     if cfg.checkpoint.async_save:
         yield {"checkpoint.async_save": False}
+    if cfg.checkpoint.memory_copies:
+        yield {"checkpoint.memory_copies": 0}
     if actor.fsdp_size == -1 and not shares_gpus(cfg):
         yield from ({"actor.num_workers": times * actor.num_workers} for times in (2, 4, 8))
     yield from _engine_changes(cfg, shape, engine)

@@ -62,6 +62,8 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         lines += ["in host memory meanwhile:", *table(moved, "together per rank")]
     if copied := memory.copied():
         lines += ["in host memory while a checkpoint is written (checkpoint.async_save):", *table(copied)]
+    if kept := memory.kept():
+        lines += ["in host memory for lost ranks (checkpoint.memory_copies), in Ray's object store:", *table(kept)]
     if host := memory.on_host():
         lines.append(f"host memory of a node for its ranks: {size(host)}")
     verdict = "fits" if peak.total <= room else "DOES NOT FIT"

@@ -26,6 +26,7 @@ from tests.support.runs import START_S, Runs, command, finish, metrics, start_pr
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
+IN_MEMORY = ("checkpoint.memory_copies=1", "checkpoint.every=0")
 Undisturbed = tuple[str, list[dict[str, Any]]]
 
 
@@ -44,10 +45,11 @@ def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(ONCE, str(tmp_path / "once"))
 
 
-def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
+def assert_told(capfd: pytest.CaptureFixture[str]) -> str:
     out, err = capfd.readouterr()
     assert "the actors are lost and start again (1 of 5 within an hour or without a new step)" in err
     assert "the actors are back" in out
+    return out
 
 
 @pytest.mark.nightly
@@ -57,6 +59,8 @@ def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
         pytest.param("actor.step:stop@6", (), id="stopped between optimizer steps"),
         pytest.param("actor.gather:kill@3", (), id="killed in the weight sync"),
         pytest.param("actor.write:kill@2", ("checkpoint.async_save=true",), id="killed while it writes beside a step"),
+        pytest.param("actor.step:kill@10", IN_MEMORY, id="killed in the last update, with copies in memory"),
+        pytest.param("actor.copy:kill@2", IN_MEMORY, id="killed while it copies to memory"),
     ],
 )
 def test_a_lost_rank_costs_time_and_nothing_else(
@@ -72,7 +76,8 @@ def test_a_lost_rank_costs_time_and_nothing_else(
     found = runs.small(tmp_path / "run", *RUN, *overrides)
     assert_undisturbed(found, undisturbed)
     assert last_line(found)["perf/restarted_actors"] == 1
-    assert_told(capfd)
+    out = assert_told(capfd)
+    assert ("in the memory of the nodes (own copies)" in out) == (IN_MEMORY == overrides)
 
 
 def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:

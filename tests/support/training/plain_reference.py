@@ -286,7 +286,7 @@ def start_pool(cfg: Config) -> "ActorPool":
     if count not in _running:
         number = next(_sets)
         names = [f"rank {k} of {count} in set {number}" for k in range(count)]
-        _running[count] = _started(cfg, [_RANK | {"name": name} for name in names]), names
+        _running[count] = _started(cfg, [RANK | {"name": name} for name in names]), names
         return _running[count][0]
     names = _running[count][1]
     pool = ActorPool(cfg, "cpu", lambda: [{"name": name, "get_if_exists": True} for name in names])
@@ -296,10 +296,10 @@ def start_pool(cfg: Config) -> "ActorPool":
 
 def start_own_pool(cfg: Config) -> "ActorPool":
     """Ranks for one test, which closes them."""
-    return _started(cfg, [_RANK] * cfg.actor.num_workers)
+    return _started(cfg, [RANK] * cfg.actor.num_workers)
 
 
-_RANK: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+RANK: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
 
 def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":

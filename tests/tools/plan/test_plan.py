@@ -113,7 +113,10 @@ def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded(
     assert alone.on_host() == pytest.approx(8 * 12 * parameters / 64)
     lora = ActorMemory(changed(cfg, {"model.lora.rank": 8}), shape)
     assert lora.copied()[0].amount == 12 * lora.trained / 64
-    assert ActorMemory(changed(cfg, {"checkpoint.async_save": False}), shape).copied() == ()
+    kept = changed(cfg, {"checkpoint.async_save": False, "checkpoint.memory_copies": 1})
+    assert ActorMemory(kept, shape).copied() == ()
+    assert ActorMemory(kept, shape).on_host() == pytest.approx(8 * (16 + 2 * 12) * parameters / 64)
+    assert "(checkpoint.memory_copies), in Ray's object store" in report(kept, shape)
 
 
 def test_all_ranks_and_engines_share_the_memory_of_a_machine_without_gpus():

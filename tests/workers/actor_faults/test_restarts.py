@@ -12,15 +12,21 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
 from dapo.types import TrainBatch, TrainSequence
 from dapo.workers.actor import ActorPool
 from dapo.workers.remote import RemoteError
 from dapo.workers.training import processes
+from dapo.workers.training.files.state import own_tensors
 from dapo.workers.training.processes import own_process
+from tests.support.nodes import Node
 from tests.support.training.plain_reference import (
+    RANK,
     checksum,
     make_config,
     on_all,
@@ -127,6 +133,84 @@ def test_after_a_restart_a_run_goes_on_from_its_checkpoint_bit_for_bit(
     assert checksum(own) == saved
     asyncio.run(own.update(good))
     assert checksum(own) == wanted
+
+
+@pytest.mark.nightly
+def test_lost_ranks_go_on_from_the_memory_of_their_nodes_and_take_no_damaged_copy(
+    model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path
+) -> None:
+    """Two copies of the parameters side by side: rank 3 has the state of rank 1."""
+    pool = start_own_pool(make_config(model_dir, num_workers=4, fsdp_size=2))
+    good = train_batch(1, stale(sequences))
+    try:
+        asyncio.run(pool.update(train_batch(0, sequences)))
+        kept, saved = asyncio.run(pool.keep(1)), checksum(pool)
+        asyncio.run(pool.save(str(tmp_path / "state"), 1))
+        asyncio.run(pool.update(good))
+        wanted = checksum(pool)
+        with pytest.raises(RemoteError, match="a copy of policy version 1: they are at version 2"):
+            asyncio.run(pool.keep(1))
+        os.kill(pool._ranks._processes[1].pid, signal.SIGKILL)
+        with pytest.raises(ActorsLost):
+            asyncio.run(pool.update(train_batch(2, stale(sequences))))
+        asyncio.run(pool.restart())
+
+        def goes_on(source: str) -> None:
+            assert asyncio.run(pool.restore(kept)) == source
+            assert checksum(pool) == saved and on_all(pool, version_of) == [1] * 4
+            asyncio.run(pool.update(good))
+            assert checksum(pool) == wanted
+
+        goes_on("own copies")
+        (digests, copied), twin = kept.sources[1]
+        changed = [data.copy() for data in ray.get(copied)]
+        changed[-1][0] ^= 1  # of a moment
+        kept.sources[1][:] = [(digests, ray.put(changed)), (digests, ray.put(changed[1:])), twin]
+        goes_on("ranks 1 from other copies than their own")
+        kept.sources[1].remove(twin)
+        with pytest.raises(RemoteError, match="actor rank 1: RuntimeError: none of 2 copies of its state is whole"):
+            asyncio.run(pool.restore(kept))
+        with pytest.raises(RemoteError, match="of no policy version; load a checkpoint"):
+            asyncio.run(pool.update(good))
+        asyncio.run(pool.load(str(tmp_path / "state"), 1))
+        asyncio.run(pool.update(good))
+        assert checksum(pool) == wanted
+    finally:
+        pool.close()
+
+
+def changed(worker: Any) -> None:
+    """Runs on a rank: a state that no start makes."""
+    for tensor in own_tensors(worker._policy, worker._optimizer):
+        tensor += 1
+
+
+@pytest.mark.nightly
+def test_a_rank_that_lost_its_node_takes_its_state_from_the_other_one(ray_cluster: None) -> None:
+    """The tiny experiment's model: Ray keeps answers of less than 100 KB in the driver."""
+    nodes = [Node(gpus=0) for _ in range(3)]
+    cfg = make_config(Path(resolve_path("pkg://dapo.tiny/base")), num_workers=2)
+    cfg.checkpoint.memory_copies = 2
+    there = [NodeAffinitySchedulingStrategy(node_id=node.id, soft=False) for node in nodes]
+    pool = ActorPool(cfg, "cpu", lambda: [RANK | {"scheduling_strategy": where} for where in there[:2]])
+    try:
+        asyncio.run(pool.start())
+        untrained = checksum(pool)
+        on_all(pool, changed)
+        kept, wanted = asyncio.run(pool.keep(0)), checksum(pool)
+        nodes[1].kill()
+        with pytest.raises(ActorsLost):
+            asyncio.run(pool.keep(0))
+        there.pop(1)
+        asyncio.run(pool.restart())
+        assert checksum(pool) == untrained != wanted
+        kept.sources[1].pop(0)  # which Ray may have on the first node too
+        asyncio.run(pool.restore(kept))
+        assert checksum(pool) == wanted
+    finally:
+        pool.close()
+        for node in nodes:
+            node.stop()
 
 
 def test_a_process_that_the_driver_does_not_see_is_ended_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

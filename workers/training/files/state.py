@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -200,6 +201,16 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: Lo
         group.update(own)
     if scale_state:
         scale.load(scale_state)
+
+
+def own_tensors(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns this rank's shards of what `save_state` writes, without the loss scale. They share memory with policy and
+    optimizer."""
+    reshard(policy)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    states = [optimizer.state[parameter] for parameter in trained]
+    every = (*trained, *(state[name] for state in states for name in sorted(state)))
+    return [each.to_local() if isinstance(each, DTensor) else each for each in (value.detach() for value in every)]
 
 
 def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
