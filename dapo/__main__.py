@@ -20,6 +20,7 @@ COMMANDS = {
     "selfcheck": ("rewards.selfcheck", "a reward function against the answers of a data set"),
     "config": ("config", "what a key means; all keys"),
     "scale": ("tools.scale", "engines join or leave a run while it goes on"),
+    "serve": ("workers.engines.serve", "an engine outside of the Ray cluster of a run"),
     "simulate": ("tools.simulate", "the buffer on simulated fleets"),
     "ablation": ("tools.ablation", "the paper's techniques one by one"),
     "bench": ("tools.bench", "seconds of a step and its parts"),

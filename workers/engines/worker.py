@@ -257,6 +257,7 @@ class RolloutWorker:
             "num_bytes": bucket.plan.num_bytes,
             "dtype": bucket.dtype,
             "digest": bucket.digest,
+            "file": bucket.file,
         }
         await self._take(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
