@@ -33,7 +33,7 @@ from dapo.algorithm.mismatch import (
 )
 from dapo.config.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.config.schema import Config
-from dapo.ground.console import warn
+from dapo.ground.console import say, warn
 from dapo.types import Float32Array, Int32Array, Sampling, TrainSequence
 from dapo.workers.remote import RemoteError, wait_for_all
 from dapo.workers.weights.bucket import STORE, Bucket, Endpoint
@@ -301,6 +301,7 @@ class WeightSync:
                     await self._actors.until_idle()
                     await self._prove((number,))
                     self._engines.admit((number,))
+                    say(f"engine {number}, outside of the cluster, has joined, and serves")
         elif self._serves(number, version):
             self._engines.admit((number,))
 

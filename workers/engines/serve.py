@@ -50,6 +50,7 @@ class OutsideEngine:
         self._starting: asyncio.Task[EngineSize] | None = None
         self._arguments: dict[str, Any] = {}
         self._takes_files = False
+        self._fetched_bytes, self._fetch_s = 0, 0.0  # since the last version
         self._frames: Frames | None = None
         self._leaves = asyncio.Event()
         self._failure = ""
@@ -179,7 +180,8 @@ class OutsideEngine:
         began, there = time.monotonic(), path_of(bucket, self._folder).exists()
         await asyncio.to_thread(fetch, self._given.store, bucket, self._folder)
         if not there:
-            say(f"weight bucket {bucket.index}: {bucket.plan.num_bytes:,} bytes in {time.monotonic() - began:.1f} s")
+            self._fetched_bytes += bucket.plan.num_bytes
+            self._fetch_s += time.monotonic() - began
 
     async def _load(self, engine: RolloutWorker, asked: stream.Load) -> None:
         if not self._takes_files:
@@ -196,7 +198,10 @@ class OutsideEngine:
             raise
         for file in {*self._folder.iterdir()} - {self._folder / bucket.file for bucket in asked.buckets}:
             file.unlink(missing_ok=True)
-        say(f"serves version {asked.version}")
+        whole = sum(bucket.plan.num_bytes for bucket in asked.buckets)
+        fetched = f"{self._fetched_bytes:,} of {whole:,} bytes fetched in {self._fetch_s:.1f} s"
+        say(f"has version {asked.version}, {fetched}")
+        self._fetched_bytes, self._fetch_s = 0, 0.0
 
 
 def address(word: str) -> str:
@@ -223,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser()
-    given = made.parse_args(words)
+    given = made.parse_intermixed_args(words)
     try:
         given.model = checked_path(given.model, key="--model")
         pairs = [word.split("=", 1) for word in given.arguments]
