@@ -171,7 +171,7 @@ class OversamplingBuffer:
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
         self.prospects.end(group.draw.index, fate == TRAINED)
-        if self.draws.live[group.draw.index].oldest < self._update - self._max_staleness:
+        if 0 < self._max_staleness < self._update - self.draws.live[group.draw.index].oldest:
             self.draws.send_back([group.draw.index], self._why_back)
         self._advance()
         self._on_scored(group, self.draws.live[group.draw.index].started)
