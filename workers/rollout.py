@@ -19,6 +19,7 @@ from dapo.workers.capacity import EngineSize, FleetCapacity
 from dapo.workers.engines.keeper import Keeper
 from dapo.workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
 from dapo.workers.engines.slot import EngineSlot, Gpus
+from dapo.workers.engines.stream import secrets_of
 from dapo.workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from dapo.workers.weights.bucket import Bucket
 
@@ -70,6 +71,8 @@ class RolloutPool:
         self._give_weights: Callable[[int], Awaitable[None]] | None = None
         self._give_versions: Callable[[int], Awaitable[None]] | None = None
         self._outside, self._lags = outside, lags
+        if outside is not None:
+            secrets_of(cfg.outside)  # tried before anything starts
         self._version = 0  # that the engines of the cluster serve
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:

@@ -58,8 +58,7 @@ class OutsideWorker:
 
     def __init__(self, cfg: OutsideConfig) -> None:
         self._cfg = cfg
-        self._token = stream.read_token(cfg.token)
-        self._tls = stream.server_context(cfg.certificate, cfg.private_key)
+        self._tls, self._token = stream.secrets_of(cfg)
         self._server: asyncio.Server | None = None
         self._frames: Frames | None = None
         self._here = asyncio.Event()

@@ -27,7 +27,7 @@ from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.placement import vllm_environment
 from dapo.workers.remote import WorkerLost
 from dapo.workers.weights.bucket import Bucket
-from dapo.workers.weights.store import fetch, path_of
+from dapo.workers.weights.store import fetch, make_from_model, path_of
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts to connect
 # Fields of `BucketInitInfo` that only other transports use.
@@ -177,7 +177,10 @@ class OutsideEngine:
             raise
 
     async def _fetch(self, bucket: Bucket) -> None:
-        began, there = time.monotonic(), path_of(bucket, self._folder).exists()
+        path = path_of(bucket, self._folder)
+        if not self._takes_files and not path.exists():  # nothing was loaded yet: the run may be at its beginning
+            await asyncio.to_thread(make_from_model, self._given.model, bucket, self._folder)
+        began, there = time.monotonic(), path.exists()
         await asyncio.to_thread(fetch, self._given.store, bucket, self._folder)
         if not there:
             self._fetched_bytes += bucket.plan.num_bytes

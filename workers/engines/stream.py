@@ -23,6 +23,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from dapo.config.sampling import OutsideConfig
 from dapo.types import Int32Array, Response, Sampling
 from dapo.workers.engines.worker import Start
 from dapo.workers.weights.bucket import Bucket
@@ -136,11 +137,25 @@ def client_context(ca: str) -> ssl.SSLContext:
     return context
 
 
+def secrets_of(cfg: OutsideConfig) -> tuple[ssl.SSLContext, bytes]:
+    """Returns what the driver's end needs. Raises ValueError if a file is missing, unusable or not private."""
+    try:
+        _check_private(cfg.private_key)
+        return server_context(cfg.certificate, cfg.private_key), read_token(cfg.token)
+    except (OSError, ValueError) as error:
+        files = f"certificate {cfg.certificate}, private_key {cfg.private_key}, token {cfg.token}"
+        raise ValueError(f"`rollout.outside` ({files}): {error}") from error
+
+
+def _check_private(path: str) -> None:
+    if Path(path).stat().st_mode & 0o077:
+        raise ValueError(f"{path} can be read by others; make it private: chmod 600 {path}")
+
+
 def read_token(path: str) -> bytes:
     """Raises ValueError for a file that others may read, or a token that could be guessed."""
+    _check_private(path)
     token = Path(path).read_bytes().strip()
-    if Path(path).stat().st_mode & 0o077:
-        raise ValueError(f"the token file {path} can be read by others; make it private: chmod 600 {path}")
     if len(token) < MIN_TOKEN_BYTES:
         raise ValueError(
             f"the token in {path} has {len(token)} characters, and needs {MIN_TOKEN_BYTES}; make one: "

@@ -12,6 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import fsspec
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dapo.workers.weights.bucket import Bucket
@@ -49,6 +51,27 @@ def path_of(bucket: Bucket, folder: Path) -> Path:
     if not _NAME.fullmatch(bucket.file):
         raise ValueError(f"weight bucket {bucket.index} has no SHA-256 but {bucket.file[:80]!r}")
     return folder / bucket.file
+
+
+def make_from_model(model: str, bucket: Bucket, folder: Path) -> None:
+    """Writes the bucket's file if the weights in a model's safetensors files are what it holds."""
+    files: dict[str, Path] = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+    data = torch.zeros(bucket.plan.num_bytes, dtype=torch.uint8)
+    dtype = getattr(torch, bucket.dtype)
+    elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+    for place in bucket.plan.tensors:
+        if place.name not in files:
+            return
+        with safe_open(files[place.name], "pt") as opened:
+            tensor = opened.get_tensor(place.name)
+        if tuple(tensor.shape) != place.shape:
+            return
+        elements[place.start : place.stop].copy_(tensor.reshape(-1))
+    if hashlib.sha256(data.numpy().data).hexdigest() == bucket.file:
+        path_of(bucket, folder).write_bytes(data.numpy().data)
 
 
 def fetch(url: str, bucket: Bucket, folder: Path) -> Path:

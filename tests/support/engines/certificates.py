@@ -27,6 +27,7 @@ def write_certificate(folder: Path, name: str, *addresses: str) -> tuple[str, st
     )
     certificate, private = folder / f"{name}.pem", folder / f"{name}.key"
     certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    private.touch(0o600)
     private.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )

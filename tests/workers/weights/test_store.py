@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dapo.workers.weights.bucket import STORE, Bucket, digest
 from dapo.workers.weights.sender import WeightSender
-from dapo.workers.weights.store import fetch
+from dapo.workers.weights.store import fetch, make_from_model
 
 SHAPES = [("embed", (4, 8)), ("layer.0", (3, 8)), ("layer.1", (3, 8))]
 
@@ -68,6 +69,20 @@ def test_a_file_that_its_writer_did_not_finish_is_written_again(tmp_path: Path) 
     (tmp_path / bucket.file).write_bytes(b"half")
     publisher.publish()
     assert (tmp_path / bucket.file).stat().st_size == bucket.plan.num_bytes
+
+
+def test_a_site_makes_what_its_own_model_has(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "store")
+    model, site = tmp_path / "model", tmp_path / "site"
+    model.mkdir()
+    site.mkdir()
+    save_file(publisher.weights, model / "model.safetensors")
+    publisher.weights["layer.1"] = torch.full((3, 8), 2.0)
+    made = []
+    for bucket in publisher.publish():
+        make_from_model(str(model), bucket, site)
+        made.append((site / bucket.file).exists())
+    assert made == [True, True, False]
 
 
 @pytest.mark.parametrize("change", ["other", "longer", "shorter"])
