@@ -240,6 +240,12 @@ class WeightSync:
     async def supply(self, number: int) -> None:
         """Gives an engine outside of the cluster the current version, and then each later one, until it is cancelled.
         It fetches while it serves an older version, and nobody waits for it."""
+        try:
+            await self._follow(number)
+        finally:
+            self._fetched.pop(number, None)
+
+    async def _follow(self, number: int) -> None:
         while True:
             synced, version = self._synced, self._version
             if version is None or version == self._engines.version(number):

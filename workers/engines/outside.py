@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import math
-import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -90,7 +89,7 @@ class OutsideWorker:
                 frames = await stream.let_in(reader, writer, self._token)
             if self._here.is_set():
                 raise Refused("another engine was faster; it may come again")
-        except (Refused, OSError, EOFError, TimeoutError, ssl.SSLError) as error:
+        except Exception as error:  # whatever comes from there
             who = writer.get_extra_info("peername") or ["it"]
             self._refused.append(f"{who[0]}: {type(error).__name__}: {error}")
             writer.transport.abort()

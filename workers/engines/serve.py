@@ -78,7 +78,7 @@ class OutsideEngine:
 
     async def _hand_over(self, serving: "asyncio.Task[None]") -> None:
         """Tells the driver, which closes the connection when it has what there is."""
-        if self._frames is not None:
+        if self._frames is not None and self._starting is not None and self._starting.done():
             say(f"ends within {self._given.notice:g} s")
             with suppress(OSError):
                 await self._frames.send(stream.Leaving(0))

@@ -15,6 +15,7 @@ or from another connection, ends the connection. Values are decoded into the typ
 import asyncio
 import hmac
 import secrets
+import socket
 import ssl
 import struct
 from pathlib import Path
@@ -105,15 +106,18 @@ class Leaving(_Message, tag=True):
 
 def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        return value.dtype.str.encode() + value.tobytes()
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def _array(kind: Any, data: Any) -> Any:
     if not isinstance(data, bytes):
         raise ValueError(f"{type(data).__name__} came for an array")
-    [dtype] = get_args(get_args(kind)[1])
-    return np.frombuffer(data, dtype=dtype)
+    [scalar] = get_args(get_args(kind)[1])
+    head = np.dtype(scalar).str.encode()
+    if not data.startswith(head):
+        raise ValueError(f"an array of {data[: len(head)]!r} came, not of {head!r}")
+    return np.frombuffer(data, dtype=scalar, offset=len(head))
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_as_bytes).encode
@@ -164,6 +168,19 @@ def read_token(path: str) -> bytes:
     return token
 
 
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Ends the connection within a minute if the other end is gone without a word."""
+    socket_of = writer.get_extra_info("socket")
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+    ):
+        socket_of.setsockopt(level, option, value)
+
+
 class Frames:
     """The messages of an authenticated connection."""
 
@@ -172,6 +189,7 @@ class Frames:
         randoms: bytes,
     ) -> None:  # fmt: skip
         self._reader, self._writer = reader, writer
+        keep_alive(writer)
         # 56 bits: no counter runs over.
         self._sent, self._heard = (int.from_bytes(_mac(token, b"frames " + who, randoms)[:7]) for who in (own, other))
 

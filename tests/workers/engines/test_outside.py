@@ -157,7 +157,7 @@ async def _twice(frames: Frames) -> None:
 
 
 async def _from_another_connection(frames: Frames) -> None:
-    frames._sent = stream.Frames(None, None, TOKEN.encode(), own=b"engine", other=b"", randoms=bytes(64))._sent
+    frames._sent = int.from_bytes(stream._mac(TOKEN.encode(), b"frames engine", bytes(64))[:7])
     await frames.send(stream.Leaving(0))
 
 
@@ -173,7 +173,7 @@ async def _of_a_wrong_type(frames: Frames) -> None:
     await frames.send({"type": "Part", "call": 0, "number": 0, "response": {"token_ids": "1, 2"}})
 
 
-async def _cut_arrays(frames: Frames) -> None:
+async def _another_array(frames: Frames) -> None:
     await frames.send(stream.Part(0, 0, replace(RESPONSE, token_ids=np.zeros(5, np.uint8))))
 
 
@@ -194,7 +194,7 @@ async def _another_answer(frames: Frames) -> None:
         (_too_long, "more than"),
         (_not_a_message, "Invalid value 'Exec'"),
         (_of_a_wrong_type, "came for an array"),
-        (_cut_arrays, "buffer size must be a multiple"),
+        (_another_array, "an array of b'|u1' came"),
         (_more_than_asked_for, "more than it was asked for"),
         (_another_answer, "Expected `null`"),
     ],
