@@ -124,16 +124,15 @@ class OutsideEngine:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _answer(self, frames: Frames, asked: Any) -> None:
+        answer: stream.Answer | stream.Failed
         try:
-            value = await self._do(frames, asked)
-            await frames.send(stream.Answer(asked.call, msgspec.Raw(stream.encode(value))))
-        except OSError:
-            return  # of the connection, which its reader notices
+            answer = stream.Answer(asked.call, msgspec.Raw(stream.encode(await self._do(frames, asked))))
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failure = str(error)
-            with suppress(OSError):
-                await frames.send(stream.Failed(asked.call, f"{type(error).__name__}: {error}"[:2000]))
+            answer = stream.Failed(asked.call, f"{type(error).__name__}: {error}"[:2000])
+        with suppress(OSError):  # of the connection, which its reader notices
+            await frames.send(answer)
 
     async def _do(self, frames: Frames, asked: Any) -> Any:
         if isinstance(asked, stream.Begin):

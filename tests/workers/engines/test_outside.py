@@ -19,7 +19,7 @@ from dapo.workers.capacity import EngineSize
 from dapo.workers.engines import outside, serve, stream
 from dapo.workers.engines.outside import SENT, Deviant, OutsideWorker, checked
 from dapo.workers.engines.stream import HELLO_S, MAGIC, PROOF_BYTES, RANDOM_BYTES, Frames, Refused
-from dapo.workers.engines.worker import Start
+from dapo.workers.engines.worker import RolloutWorker, Start
 from dapo.workers.remote import WorkerLost
 from dapo.workers.weights.bucket import Bucket, BucketPlan
 from tests.support.engines.certificates import TOKEN, write_certificate, write_token
@@ -377,6 +377,29 @@ def test_the_site_takes_only_known_arguments_and_its_own_model(tmp_path: Path) -
         with pytest.raises(ValueError, match=told):
             asyncio.run(engine._begin(begin))
         assert engine._engine is None
+
+
+def test_the_site_tells_what_fails(tmp_path: Path) -> None:
+    ca, _ = write_certificate(tmp_path, "driver", HERE)
+    files = ["--token", write_token(tmp_path), "--ca", ca, "--store", str(tmp_path / "none")]
+    engine = serve.OutsideEngine(serve.parse([f"{HERE}:1", "--model", "pkg://dapo.tiny/base", *files]), tmp_path)
+    sent: list[Any] = []
+
+    class There:
+        async def send(self, message: Any) -> None:
+            sent.append(message)
+
+    async def run() -> None:
+        await engine._answer(There(), stream.Fetch(7, BUCKET))
+        engine._engine, engine._starting = RolloutWorker(), asyncio.create_task(asyncio.sleep(0))
+        await engine._starting
+        await engine._answer(There(), stream.Fetch(8, BUCKET))
+
+    asyncio.run(run())
+    assert [(message.call, message.reason.split(":")[0]) for message in sent] == [
+        (7, "RuntimeError"),
+        (8, "FileNotFoundError"),
+    ]
 
 
 def test_the_site_touches_no_file_but_its_buckets(tmp_path: Path) -> None:
