@@ -38,6 +38,7 @@ from dapo.types import Float32Array, Int32Array, Sampling, TrainSequence
 from dapo.workers.remote import RemoteError, wait_for_all
 from dapo.workers.weights.bucket import STORE, Bucket, Endpoint
 
+FETCHES = 4  # buckets that an engine outside of the cluster fetches at a time: a far store answers late
 RETRY_S = 10.0  # after an engine outside of the cluster got no weights
 ANSWER_S = 10.0  # after a failed sync, engines that do not answer within this are replaced
 DRAWS = 3  # of canary tokens; an engine must agree on one of them
@@ -291,11 +292,15 @@ class WeightSync:
     async def _supply(self, number: int, version: int, buckets: list[Bucket]) -> None:
         """Returns early if a later version is due before the engine can serve this one."""
         self._fetched[number], epoch = buckets, self._epoch
-        for bucket in buckets:
-            if not self._serves(number, version):
-                return
-            name = f"weight bucket {bucket.index} of {len(buckets)}, version {version}"
-            await self._engines.fetch(number, bucket, name, self._cfg.timeout_s)
+        at_a_time = asyncio.Semaphore(FETCHES)
+
+        async def fetch(bucket: Bucket) -> None:
+            async with at_a_time:
+                if self._serves(number, version):
+                    name = f"weight bucket {bucket.index} of {len(buckets)}, version {version}"
+                    await self._engines.fetch(number, bucket, name, self._cfg.timeout_s)
+
+        await wait_for_all(map(fetch, buckets))
         if self._serves(number, version):
             await self._engines.load(number, version, self._cfg.keep_kv_cache, buckets, self._cfg.timeout_s)
         if epoch != self._epoch:

@@ -27,6 +27,7 @@ STEPS = 40
 PORT, STORE_PORT = 7443, 7444
 HOST, GUEST, SPACE = "10.45.0.1", "10.45.0.2", "dapo-outside"
 RUN = (f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "weight_sync.bucket_bytes=500000")
+SLOWER = ("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=16", "weight_sync.bucket_bytes=200000")
 LAGS = ("filter_groups.max_staleness=1", "algorithm.rollout_correction.mode=truncate")
 
 
@@ -147,8 +148,8 @@ def test_an_engine_behind_a_slow_link_joins_by_deltas_and_serves(outside: Outsid
             link = SlowLink(HOST, {PORT: PORT, STORE_PORT: STORE_PORT}, bits_per_s=20e6, delay_s=0.05)
             link.start()
             assert link.ready.wait(START_S)
-            adapted = ("model.lora.rank=4", "model.lora.alpha=16", "weight_sync.bucket_bytes=100000")
-            run = outside.run(*adapted, "model.lora.target_modules=[q_proj]", *LAGS)
+            adapted = ("model.lora.rank=4", "model.lora.alpha=16", "model.lora.target_modules=[q_proj]")
+            run = outside.run(*adapted, *SLOWER, *LAGS)
             began = time.monotonic()
             engine = outside.engine(HOST, f"http://{HOST}:{STORE_PORT}", within)
             run.until(lambda: run.count(JOINED) == 1)
