@@ -141,6 +141,7 @@ class WeightSync:
         self._publishing: asyncio.Task[None] | None = None
         self._newest, self._epoch = -1, 0  # the last version, also during a sync; how often the run went back
         self._published: tuple[int, list[Bucket]] = (-1, [])
+        self._late: set[int] = set()  # those told of
         self._fetched: dict[int, list[Bucket]] = {}  # what each engine outside of the cluster fetches or has
         rollouts.take_weights(self.rejoin, self.supply)
 
@@ -273,6 +274,7 @@ class WeightSync:
         async with self.lock:
             if (version := self._version) is None:
                 return
+            epoch = self._epoch
             await self._actors.until_idle()
             count, _ = await self._actors.open_weights(STORE)
             names = [f"weight bucket {index} of {count}, version {version}, for the store" for index in range(count)]
@@ -281,13 +283,10 @@ class WeightSync:
             raise RemoteError(f"the weight store: {failure}")
         others = {bucket.file for fetched in self._fetched.values() for bucket in fetched}
         written = await self._actors.stored_weights(others)
-        self._published = (
-            version,
-            [
-                replace(bucket, digest=digest, file=file)
-                for bucket, (digest, file) in zip(buckets, written, strict=True)
-            ],
-        )
+        named = zip(buckets, written, strict=True)
+        found = [replace(bucket, digest=digest, file=file) for bucket, (digest, file) in named]
+        if epoch == self._epoch:
+            self._published = version, found
 
     async def _supply(self, number: int, version: int, buckets: list[Bucket]) -> None:
         """Returns early if a later version is due before the engine can serve this one."""
@@ -301,8 +300,14 @@ class WeightSync:
                     await self._engines.fetch(number, bucket, name, self._cfg.timeout_s)
 
         await wait_for_all(map(fetch, buckets))
-        if self._serves(number, version):
-            await self._engines.load(number, version, self._cfg.keep_kv_cache, buckets, self._cfg.timeout_s)
+        if not self._serves(number, version):
+            if number not in self._late:
+                late = f"has version {version} when the others serve {self._newest}: its link to the store is slow"
+                warn(f"engine {number}, outside of the cluster, {late}")
+            self._late.add(number)
+            return
+        await self._engines.load(number, version, self._cfg.keep_kv_cache, buckets, self._cfg.timeout_s)
+        self._late.discard(number)
         if epoch != self._epoch:
             self._engines.outdate(math.inf)
             return
