@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import math
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -33,6 +34,7 @@ from dapo.workers.remote import WorkerLost
 from dapo.workers.weights.bucket import Bucket
 
 T = TypeVar("T")
+PAUSE_S = 0.5
 MAX_KNOCKING = 16  # connections that have not proved to know the token
 # Arguments of vLLM that the driver sends. The others are of the site (GPUs, memory), or could name code to be loaded.
 SENT = (
@@ -58,10 +60,10 @@ class OutsideWorker:
     def __init__(self, cfg: OutsideConfig) -> None:
         self._cfg = cfg
         self._tls, self._token = stream.secrets_of(cfg)
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._frames: Frames | None = None
         self._here = asyncio.Event()
-        self._knocking = 0
+        self._knocking: set[asyncio.Task[None]] = set()
         self._refused: deque[str] = deque(maxlen=4)
         self._calls: dict[int, asyncio.Queue[Any]] = {}  # what came for each, at most as much as it can have
         self._numbers = count()
@@ -70,34 +72,55 @@ class OutsideWorker:
 
     async def connected(self, timeout_s: float) -> tuple[bool, list[str]]:
         """Waits for an engine, at most `timeout_s`. Returns whether one is there, and who was refused since."""
-        if self._server is None:
+        if self._listener is None:
             host, _, port = self._cfg.listen.rpartition(":")
-            self._server = await asyncio.start_server(self._knock, host.strip("[]"), int(port), reuse_port=True)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host.strip("[]"), int(port)), family=family, reuse_port=True)
+            self._listener.setblocking(False)
+            self._accepting = asyncio.create_task(self._accept(self._listener))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._here.wait(), timeout_s)
         refused = [*self._refused]
         self._refused.clear()
         return self._here.is_set(), refused
 
-    async def _knock(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._knocking += 1
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                there, (who, *_) = await loop.sock_accept(listener)
+            except OSError:  # too many open files, or it was closed before it was accepted
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if len(self._knocking) >= MAX_KNOCKING:
+                self._refused.append(f"{who}: too many connect at a time")
+                there.close()
+                continue
+            knocking = asyncio.create_task(self._knock(there, who))
+            self._knocking.add(knocking)
+            knocking.add_done_callback(self._knocking.discard)
+
+    async def _knock(self, there: socket.socket, who: str) -> None:
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport: asyncio.Transport | None = None
         try:
-            if self._knocking > MAX_KNOCKING:
-                raise Refused("too many connect at a time")
             async with asyncio.timeout(stream.HELLO_S):
-                await writer.start_tls(self._tls, ssl_handshake_timeout=stream.HELLO_S)
+                transport, _ = await loop.connect_accepted_socket(lambda: protocol, there, ssl=self._tls)
+                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
                 frames = await stream.let_in(reader, writer, self._token)
             if self._here.is_set():
                 raise Refused("another engine was faster; it may come again")
         except Exception as error:  # whatever comes from there
-            who = writer.get_extra_info("peername") or ["it"]
-            self._refused.append(f"{who[0]}: {type(error).__name__}: {error}")
-            writer.transport.abort()
+            self._refused.append(f"{who}: {type(error).__name__}: {error}")
+            if transport is None:
+                there.close()
+            else:
+                transport.abort()
             return
-        finally:
-            self._knocking -= 1
-        assert self._server is not None
-        self._server.close()  # others go to those that still listen
+        self._accepting.cancel()
+        assert self._listener is not None
+        self._listener.close()  # others go to actors that still listen
         self._frames = frames
         self._here.set()
         self._reading = asyncio.create_task(self._read(frames))

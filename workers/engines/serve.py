@@ -29,7 +29,7 @@ from dapo.workers.remote import WorkerLost
 from dapo.workers.weights.bucket import Bucket
 from dapo.workers.weights.store import fetch, make_from_model, path_of
 
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts to connect
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # between two attempts to connect
 # Fields of `BucketInitInfo` that only other transports use.
 FILES = {
     **{"transport": "files", "capacity": 0, "address": "", "port": 0, "group_size": 0, "first_rank": 0},

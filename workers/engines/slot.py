@@ -18,7 +18,7 @@ from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two pulses
-KNOCK_S = 60.0  # a wait for an engine outside of the cluster, after which those refused are told
+KNOCK_S = 10.0  # a wait for an engine outside of the cluster, after which those refused are told
 LEAVES = "it is told to end where it runs"
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
 MISSED = 4  # missed pulses in a row that mean a hanging actor, not a driver that was blocked

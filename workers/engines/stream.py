@@ -31,7 +31,7 @@ from dapo.workers.weights.bucket import Bucket
 
 MAGIC = b"dapo engine 1\n"
 RANDOM_BYTES = PROOF_BYTES = 32
-HELLO_S = 10.0  # for TLS and the proofs together
+HELLO_S = 20.0  # for TLS and the proofs together
 MAX_FRAME_BYTES = 1 << 26  # a response of 20k tokens with the log-probabilities of 50 tokens each takes 9 MB
 MIN_TOKEN_BYTES = 16
 _HEADER = struct.Struct(">IQ")

@@ -23,7 +23,7 @@ from tests.support.runs import START_S, command, run_program
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
-STEPS = 40
+STEPS = 60
 PORT, STORE_PORT = 7443, 7444
 HOST, GUEST, SPACE = "10.45.0.1", "10.45.0.2", "dapo-outside"
 RUN = (f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "weight_sync.bucket_bytes=500000")

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -50,8 +51,8 @@ class Door:
 
     async def open(self) -> None:
         assert await self.worker.connected(0.0) == (False, [])
-        assert self.worker._server is not None
-        self.port = self.worker._server.sockets[0].getsockname()[1]
+        assert self.worker._listener is not None
+        self.port = self.worker._listener.getsockname()[1]
 
     async def enter(self, token: str = TOKEN, ca: str = "") -> Frames:
         return await stream.connect(HERE, self.port, stream.client_context(ca or self.ca), token.encode())
@@ -129,6 +130,17 @@ def test_who_does_not_know_the_token_is_refused_and_told_of(
         assert told in await door.refused()
         assert not door.worker._here.is_set()
         await door.enter()  # others can still come
+        assert (await door.worker.connected(1.0))[0]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_speaks_before_it_is_heard_is_let_in(door: Door) -> None:
+    async def run() -> None:
+        await door.open()
+        entering = asyncio.get_running_loop().run_in_executor(None, asyncio.run, door.enter())
+        time.sleep(0.5)  # the driver's end is busy while TLS begins
+        await entering
         assert (await door.worker.connected(1.0))[0]
 
     asyncio.run(run())
