@@ -1,6 +1,5 @@
 """What holds for all files: no text run as a program, README links that exist, README commands that are accepted."""
 
-import argparse
 import ast
 import re
 import shlex
@@ -45,15 +44,8 @@ PARSERS = {
     "python -m dapo.replay ": lambda words: replay.parser().parse_intermixed_args(
         ["1" if word == "N" else word for word in words]
     ),
-    "python -m dapo.workers.engines.serve ": lambda words: serve_parser().parse_args(words),
     "python -m dapo.compare ": lambda words: compare.parser().parse_args(words),
 }
-
-
-def serve_parser() -> argparse.ArgumentParser:
-    from dapo.workers.engines.serve import parser  # it loads Ray and torch
-
-    return parser()
 
 
 def banned(source: str) -> list[str]:

@@ -36,16 +36,10 @@ from dapo.workers.weights.bucket import Bucket
 T = TypeVar("T")
 PAUSE_S = 0.5
 MAX_KNOCKING = 16  # connections that have not proved to know the token
-# Arguments of vLLM that the driver sends. The others are of the site (GPUs, memory), or could name code to be loaded.
+# Arguments of vLLM that the driver sends. The others are of the site (GPUs, memory), or may name code to be loaded.
 SENT = (
-    *("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed", "load_format"),
-    *(
-        "enforce_eager",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "quantization",
-        "distributed_executor_backend",
-    ),
+    *("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed", "quantization"),
+    *("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
 )
 
 

@@ -30,6 +30,7 @@ from dapo.workers.weights.bucket import Bucket
 from dapo.workers.weights.store import fetch, make_from_model, path_of
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # between two attempts to connect
+ON_DEVICE: dict[str, dict[str, Any]] = {"cuda": {}, "cpu": {"distributed_executor_backend": "uni"}}
 # Fields of `BucketInitInfo` that only other transports use.
 FILES = {
     **{"transport": "files", "capacity": 0, "address": "", "port": 0, "group_size": 0, "first_rank": 0},
@@ -157,7 +158,8 @@ class OutsideEngine:
 
     async def _begin(self, asked: stream.Begin) -> EngineSize:
         try:
-            if unknown := sorted(set(asked.arguments) - set(SENT)):
+            plain = {name for name, value in asked.arguments.items() if isinstance(value, bool | int | str | None)}
+            if unknown := sorted(asked.arguments.keys() - (plain & {*SENT})):
                 raise ValueError(f"the run sends engine arguments that are not taken: {', '.join(unknown)}")
             own = await asyncio.to_thread(fingerprint, self._given.model)
             if other := [name for name, value in asked.model.items() if own.get(name) != value]:
@@ -166,7 +168,8 @@ class OutsideEngine:
                 )
             if self._starting is None:
                 self._engine, self._arguments = RolloutWorker(), asked.arguments
-                start = self._engine.start(self._given.model, asked.arguments | self._given.arguments)
+                own_choice = {"load_format": "safetensors"} | ON_DEVICE[self._given.device] | self._given.arguments
+                start = self._engine.start(self._given.model, asked.arguments | own_choice)
                 self._starting = asyncio.create_task(start)
             if self._arguments != asked.arguments:
                 raise ValueError("the run asks for other engine arguments than before; start this engine again")

@@ -149,7 +149,7 @@ def test_an_engine_behind_a_slow_link_joins_by_deltas_and_serves(outside: Outsid
             link.start()
             assert link.ready.wait(START_S)
             adapted = ("model.lora.rank=4", "model.lora.alpha=16", "model.lora.target_modules=[q_proj]")
-            run = outside.run(*adapted, *SLOWER, *LAGS)
+            run = outside.run(*adapted, *SLOWER, *LAGS, "trainer.total_steps=20")
             began = time.monotonic()
             engine = outside.engine(HOST, f"http://{HOST}:{STORE_PORT}", within)
             run.until(lambda: run.count(JOINED) == 1)

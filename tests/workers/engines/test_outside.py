@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -383,12 +384,19 @@ def test_the_site_takes_only_known_arguments_and_its_own_model(tmp_path: Path) -
     right = outside.fingerprint(given.model)
     for begin, told in [
         (stream.Begin(0, {"worker_cls": "os.system"}, right), "worker_cls"),
+        (stream.Begin(0, {"dtype": {"a": 1}}, right), "dtype"),
         (stream.Begin(0, {"dtype": "float32"}, right | {"config.json": "0"}), "differs from the run's"),
     ]:
         engine = serve.OutsideEngine(given, tmp_path)
         with pytest.raises(ValueError, match=told):
             asyncio.run(engine._begin(begin))
         assert engine._engine is None
+
+
+def test_the_command_of_the_readme_is_accepted() -> None:
+    readme = Path(__file__).resolve().parents[3] / "workers" / "README.md"
+    [words] = re.findall(r"^dapo serve (.*)$", readme.read_text(), re.MULTILINE)
+    assert serve.parser().parse_args(words.split()).store == "s3://bucket/run"
 
 
 def test_the_site_tells_what_fails(tmp_path: Path) -> None:
