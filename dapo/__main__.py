@@ -21,6 +21,7 @@ COMMANDS = {
     "config": ("config", "what a key means; all keys"),
     "scale": ("tools.scale", "engines join or leave a run while it goes on"),
     "leave": ("tools.leave", "tell a run that this node goes, or let the cloud tell it"),
+    "serve": ("workers.engines.serve", "an engine outside of the Ray cluster of a run"),
     "simulate": ("tools.simulate", "the buffer on simulated fleets"),
     "ablation": ("tools.ablation", "the paper's techniques one by one"),
     "bench": ("tools.bench", "seconds of a step and its parts"),

@@ -2,7 +2,7 @@
 and token weights; produces metrics, checkpoints, and full weights for the engines."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,11 +41,12 @@ from dapo.workers.training.processes import RankProcess, free_address, give_way,
 from dapo.workers.training.ranks import Ranks, Submit
 from dapo.workers.training.update import NonFiniteError, Updater
 from dapo.workers.training.update_metrics import WeightParityError, begin_use, end_use, rank_metrics
-from dapo.workers.weights.bucket import WORD_BYTES, Bucket, Endpoint, digest
+from dapo.workers.weights.bucket import STORE, WORD_BYTES, Bucket, Endpoint, digest
 from dapo.workers.weights.sender import WeightSender
 
 BESIDE = "beside"  # Ray's concurrency group of calls to a rank that may hang in a broadcast
 THREAD = "files"  # Ray's concurrency group of writing in a thread
+WRITING = "writing"  # Ray's concurrency group of waiting for writes to the weight store
 CLOSE_S = 5.0
 COLLECTIVE_S = 600.0  # longest timeout of one collective: a rank that is later will hardly ever arrive
 
@@ -152,6 +153,7 @@ class ActorWorker:
             rank=self._rank,
             device=torch.device(self._device, 0),
             readers=self._cfg.rollout.engines_per_gpu,
+            store=self._cfg.weight_sync.store,
         )
         endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return sender.num_buckets, endpoint
@@ -169,6 +171,11 @@ class ActorWorker:
         if index + 1 == sender.num_buckets and transport == LENT_TRANSPORT:
             self._release()
         return bucket
+
+    def stored_weights(self, others: Collection[str]) -> list[tuple[str, str]]:
+        """Waits until the weight store has the last version, concurrently with other calls; see
+        `StoreTransport.written`."""
+        return self._senders[STORE].stored(others)
 
     def close_weights(self, transport: str) -> None:
         """Disconnects from the engines, concurrently with other calls; ends a broadcast that this rank is stuck in."""
@@ -289,7 +296,7 @@ class ActorPool:
         """place: returns Ray options of each rank, called at every start (`workers.placement.Placement`).
         before_restart: frees the GPUs for new ranks."""
         # Ray's types lack concurrency groups. Methods outside the groups still run one by one, in call order.
-        remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
+        remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1, WRITING: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # as source text: the ranks' nodes need not have the file
         self._cfg = cfg
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()])
@@ -483,6 +490,14 @@ class ActorPool:
         """Starts sending the next bucket of weights and returns it. what: the bucket and sync, for errors."""
         gather: Submit = lambda _, worker: worker.gather_bucket.remote(transport, index)  # noqa: E731
         return (await self._weights(gather, f"gathering {what}"))[0]
+
+    async def stored_weights(self, others: Collection[str]) -> list[tuple[str, str]]:
+        """Waits until the weight store has the version that was gathered last. Returns digest and name of each bucket.
+        others: names of buckets that must stay too."""
+        call = self._ranks.workers[0].stored_weights.options(concurrency_group=WRITING)
+        limit_s, key = self._cfg.weight_sync.timeout_s, "weight_sync.timeout_s"
+        [found] = await wait([call.remote([*others])], limit_s, "actor rank 0 to write to the weight store", key)
+        return list(found)
 
     async def close_weights(self, transport: str) -> None:
         """Makes rank 0 drop its connection to the engines, also while it is busy; the next sync opens a new one. A rank

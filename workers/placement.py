@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dapo.config.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus
 from dapo.config.rules.engine import batches, on_device, stages
@@ -167,6 +168,14 @@ class Placement:
                 self._groups[_engine(number)] = self._groups.pop(name)
 
         return self._options(self._device, name, 0, gpus, env, self._cfg.rollout.node_labels), own
+
+    def outside(self) -> dict[str, Any] | None:
+        """Returns the options of actors that speak for engines outside of the cluster; None if none may come. They are
+        on the driver's node, where these engines connect."""
+        if not self._cfg.rollout.outside.listen or self._cfg.trainer.only != "both":
+            return None
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
     def ranks_of_engine(self, number: int) -> list[int]:
         """Returns the ranks whose GPUs an engine uses in its turn; none on CPUs, or if it has its own GPUs."""

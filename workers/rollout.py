@@ -19,6 +19,7 @@ from dapo.workers.capacity import EngineSize, FleetCapacity
 from dapo.workers.engines.keeper import Keeper
 from dapo.workers.engines.requests import Prefix, RunningGroup, Unfinished, abort_all, abort_in_background
 from dapo.workers.engines.slot import EngineSlot, Gpus
+from dapo.workers.engines.stream import secrets_of
 from dapo.workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from dapo.workers.weights.bucket import Bucket
 
@@ -52,9 +53,13 @@ class RolloutPool:
         warn: Callable[[str], None] = lambda line: None,
         release: Callable[[int], None] = lambda number: None,
         lent: int = 0,
+        outside: dict[str, Any] | None = None,
+        lags: int = 0,
     ) -> None:
         """options: Ray options of each engine, from `workers.placement`. release: called with the number of an engine
-        that is dropped for good. lent: number of engines, the last ones, that run on GPUs lent by the actors."""
+        that is dropped for good. lent: number of engines, the last ones, that run on GPUs lent by the actors. outside:
+        Ray options of actors that speak for engines outside of the cluster; None: none may come. lags: how many
+        versions these may lag behind."""
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release, self._rejoin, lent)
         self._slots, self.tokens_per_s = self.keeper.slots, self.keeper.tokens_per_s
@@ -64,10 +69,17 @@ class RolloutPool:
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # processes of one engine; why no engine may serve now
         self._give_weights: Callable[[int], Awaitable[None]] | None = None
+        self._give_versions: Callable[[int], Awaitable[None]] | None = None
+        self._outside, self._lags = outside, lags
+        if outside is not None:
+            secrets_of(cfg.outside)  # tried before anything starts
+        self._version = 0  # that the engines of the cluster serve
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
         """Starts and supervises all engines. gpus: the GPUs of an engine, if it shares them with ranks."""
         await self.keeper.start(model_path, engine_args, gpus)
+        if self._outside is not None:
+            self.keeper.listen(self._outside, self._empty, self._supply)
         self._fleet = FleetCapacity(self._sizes())
         self._processes = gpus_per_engine(engine_args)
 
@@ -76,9 +88,9 @@ class RolloutPool:
 
     @property
     def engines(self) -> dict[int, str]:
-        """Numbers and nodes (Ray's ids; "" at first) of engines with their own GPUs, whether or not they serve; without
-        those that leave."""
-        return {slot.number: slot.node for slot in self._slots if not (slot.leaving or slot.lent)}
+        """Numbers and nodes (Ray's ids; "" at first) of the cluster's engines with their own GPUs, whether or not they
+        serve; without those that leave."""
+        return {slot.number: slot.node for slot in self._slots if not (slot.leaving or slot.lent or slot.outside)}
 
     @property
     def may_join(self) -> bool:
@@ -96,16 +108,31 @@ class RolloutPool:
         slot = self._slots[number]
         self.keeper.retire(slot)
         self._fleet.engines = tuple(self._sizes())
+        await self._end_groups(slot, notice_s, hand_over=hand_over)
+        await self.keeper.end(slot, STOP_S)
+
+    async def _end_groups(self, slot: EngineSlot, notice_s: float, *, hand_over: bool) -> None:
         until = time.monotonic() + notice_s
         while slot.load and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
         if slot.load and (hand_over or (slot.size is not None and slot.size.goes_on)):
             await self._put_down({slot})
-        await self.keeper.end(slot, STOP_S)
 
-    def take_weights(self, rejoin: Callable[[int], Awaitable[None]]) -> None:
-        """rejoin: gives one restarted engine its weights. Without this call, it serves the model that it loads."""
-        self._give_weights = rejoin
+    async def _empty(self, slot: EngineSlot) -> None:
+        """Takes the groups off an engine outside of the cluster. With `lags`, others continue them at once."""
+        slot.serving = False
+        await self._end_groups(slot, 0.0 if self._lags else self._cfg.leave_s, hand_over=self._lags > 0)
+
+    def take_weights(
+        self, rejoin: Callable[[int], Awaitable[None]], supply: Callable[[int], Awaitable[None]] | None = None
+    ) -> None:
+        """rejoin: gives one restarted engine its weights. Without this call, it serves the model that it loads. supply:
+        gives an engine outside of the cluster each version in turn, until it is cancelled."""
+        self._give_weights, self._give_versions = rejoin, supply
+
+    async def _supply(self, number: int) -> None:
+        assert self._give_versions is not None
+        await self._give_versions(number)
 
     async def _rejoin(self, number: int) -> None:
         if self._give_weights is None:
@@ -198,7 +225,12 @@ class RolloutPool:
         while not group.aborted:
             if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
-            if serving := [slot for slot in self._slots if slot.serving]:
+            # An evaluation is of one version, which an engine outside of the cluster may not have yet.
+            if serving := [
+                slot
+                for slot in self._slots
+                if slot.serving and not (group.background and slot.outside and slot.version != self._version)
+            ]:
                 return min(serving, key=prefers)
             if not self.awake:  # without a deadline: the driver decides
                 await self.keeper.changed.wait()
@@ -309,7 +341,7 @@ class RolloutPool:
     async def probe(self, prompts: Sequence[Int32Array], sampling: Sampling, seed: int) -> list[TrainSequence]:
         """Returns one response of one engine to each prompt, outside of the counts of what engines do; none if no
         engine serves."""
-        serving = [slot for slot in self._slots if slot.serving]
+        serving = [slot for slot in self._slots if slot.serving and not slot.outside]
         if not serving:
             return []
 
@@ -323,7 +355,8 @@ class RolloutPool:
 
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines, which hold the current weights."""
-        self._refused = ""
+        if not any(self._slots[number].outside for number in members):
+            self._refused = ""
         self.keeper.served(members)
         for number in members:
             slot = self._slots[number]
@@ -383,8 +416,33 @@ class RolloutPool:
         """Resumes these engines with `version`, unless a parameter is missing."""
         calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
         await self._all(calls, members, timeout_s, f"to serve version {version}")
+        self._version = version
         for number in members:
             self._slots[number].version = version
+
+    # Engines outside of the cluster take weights one by one, from the store.
+
+    def version(self, number: int) -> int:
+        return self._slots[number].version
+
+    def is_proven(self, number: int) -> bool:
+        return self._slots[number].proven
+
+    def outdate(self, oldest: float) -> None:
+        """Gives no groups to engines outside of the cluster that have an older version than `oldest`."""
+        for slot in self._slots:
+            if slot.outside and slot.version < oldest:
+                slot.serving, slot.version = False, -1
+
+    async def fetch(self, number: int, bucket: Bucket, what: str, timeout_s: float) -> None:
+        """Has an engine outside of the cluster fetch a bucket, while it serves."""
+        await self._all([self._slots[number].worker.fetch.remote(bucket)], (number,), timeout_s, f"to fetch {what}")
+
+    async def load(self, number: int, version: int, keep: bool, buckets: list[Bucket], timeout_s: float) -> None:
+        slot = self._slots[number]
+        load = slot.worker.load.remote(version, keep and version > slot.version >= 0, buckets)
+        await self._all([load], (number,), timeout_s, f"to load version {version}")
+        slot.version = version
 
     async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
         key = "weight_sync.timeout_s"

@@ -13,8 +13,9 @@ no digest, a missing parameter is no error, it does not support CPUs, and the ac
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,10 +33,13 @@ from dapo.algorithm.mismatch import (
 )
 from dapo.config.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.config.schema import Config
+from dapo.ground.console import say, warn
 from dapo.types import Float32Array, Int32Array, Sampling, TrainSequence
 from dapo.workers.remote import RemoteError, wait_for_all
-from dapo.workers.weights.bucket import Bucket, Endpoint
+from dapo.workers.weights.bucket import STORE, Bucket, Endpoint
 
+FETCHES = 4  # buckets that an engine outside of the cluster fetches at a time: a far store answers late
+RETRY_S = 10.0  # after an engine outside of the cluster got no weights
 ANSWER_S = 10.0  # after a failed sync, engines that do not answer within this are replaced
 DRAWS = 3  # of canary tokens; an engine must agree on one of them
 LATER_S = 5.0  # added to waits for an engine, so that the transfer's own, more specific timeout comes first
@@ -52,6 +56,7 @@ class WeightSource(Protocol):
     async def until_idle(self) -> None: ...
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
     async def join_weights(self, transport: str, num_receivers: int) -> None: ...
+    async def stored_weights(self, others: Collection[str]) -> list[tuple[str, str]]: ...
     async def close_weights(self, transport: str) -> None: ...
     async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket: ...
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
@@ -81,7 +86,14 @@ class WeightSink(Protocol):
     async def sleep_lighter(self, why: str) -> bool: ...
     def admit(self, members: Sequence[int]) -> None: ...
     def refuse(self, reason: str) -> None: ...
-    def take_weights(self, rejoin: Callable[[int], Awaitable[None]]) -> None: ...
+    def take_weights(
+        self, rejoin: Callable[[int], Awaitable[None]], supply: Callable[[int], Awaitable[None]] | None = None
+    ) -> None: ...
+    def version(self, number: int) -> int: ...
+    def is_proven(self, number: int) -> bool: ...
+    def outdate(self, oldest: float) -> None: ...
+    async def fetch(self, number: int, bucket: Bucket, what: str, timeout_s: float) -> None: ...
+    async def load(self, number: int, version: int, keep: bool, buckets: list[Bucket], timeout_s: float) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,17 +136,30 @@ class WeightSync:
         self._link, self._lent = _Link(transport=resolve_transport(cfg)), _Link(transport=LENT_TRANSPORT)
         self._version: int | None = None  # that all engines serve
         self._stage = ""
-        rollouts.take_weights(self.rejoin)
+        self._lags = cfg.filter_groups.max_staleness
+        self._synced = asyncio.Event()  # replaced at each sync
+        self._publishing: asyncio.Task[None] | None = None
+        self._newest, self._epoch = -1, 0  # the last version, also during a sync; how often the run went back
+        self._published: tuple[int, list[Bucket]] = (-1, [])
+        self._late: set[int] = set()  # those told of
+        self._fetched: dict[int, list[Bucket]] = {}  # what each engine outside of the cluster fetches or has
+        rollouts.take_weights(self.rejoin, self.supply)
 
     async def __call__(self, version: int) -> None:
         """Returns when all running engines serve `version`. The caller holds `lock`. Raises RemoteError if the actors
         failed, or if twice, without losing an engine, a digest differed, a parameter was not updated, or the deadline
         passed."""
         self._version = None
+        if version <= self._newest:  # the run went back: later versions will have other weights than before
+            self._published, self._newest, self._epoch = (-1, []), -1, self._epoch + 1
+            self._engines.outdate(math.inf)
         try:
             if await self._bring_to_all(version, lent=False) is None:
                 self._engines.admit(())
-            self._version = version
+            self._version = self._newest = version
+            self._engines.outdate(version - self._lags)
+            self._synced.set()
+            self._synced = asyncio.Event()
         finally:
             if self._version is None:
                 self._engines.refuse(
@@ -213,6 +238,93 @@ class WeightSync:
             if self._version is not None and self._engines.has_turn(number) and waits:
                 await self._actors.until_idle()  # a checkpoint may take longer than the sync's deadline
                 await self._bring(self._version, (number,))
+
+    async def supply(self, number: int) -> None:
+        """Gives an engine outside of the cluster the current version, and then each later one, until it is cancelled.
+        It fetches while it serves an older version, and nobody waits for it."""
+        try:
+            await self._follow(number)
+        finally:
+            self._fetched.pop(number, None)
+
+    async def _follow(self, number: int) -> None:
+        while True:
+            synced, version = self._synced, self._version
+            if version is None or version == self._engines.version(number):
+                await synced.wait()
+                continue
+            try:
+                await self._publish(version)
+                published, buckets = self._published
+                await self._supply(number, published, buckets)
+            except Disproved:
+                raise
+            except RuntimeError as error:  # of store, ranks or engine; who watches these notices a loss
+                warn(f"engine {number}, outside of the cluster, does not get version {version}: {error}")
+                await asyncio.sleep(RETRY_S)
+
+    async def _publish(self, version: int) -> None:
+        """Brings the current version to the store, for all engines that ask for it."""
+        if self._published[0] < version:
+            if self._publishing is None or self._publishing.done():
+                self._publishing = asyncio.create_task(self._store())
+            await asyncio.shield(self._publishing)
+
+    async def _store(self) -> None:
+        async with self.lock:
+            if (version := self._version) is None:
+                return
+            epoch = self._epoch
+            await self._actors.until_idle()
+            count, _ = await self._actors.open_weights(STORE)
+            names = [f"weight bucket {index} of {count}, version {version}, for the store" for index in range(count)]
+            buckets = [await self._actors.gather_bucket(STORE, index, name) for index, name in enumerate(names)]
+        if failure := next((bucket.failure for bucket in buckets if bucket.failure), ""):
+            raise RemoteError(f"the weight store: {failure}")
+        others = {bucket.file for fetched in self._fetched.values() for bucket in fetched}
+        written = await self._actors.stored_weights(others)
+        named = zip(buckets, written, strict=True)
+        found = [replace(bucket, digest=digest, file=file) for bucket, (digest, file) in named]
+        if epoch == self._epoch:
+            self._published = version, found
+
+    async def _supply(self, number: int, version: int, buckets: list[Bucket]) -> None:
+        """Returns early if a later version is due before the engine can serve this one."""
+        self._fetched[number], epoch = buckets, self._epoch
+        at_a_time = asyncio.Semaphore(FETCHES)
+
+        async def fetch(bucket: Bucket) -> None:
+            async with at_a_time:
+                if self._serves(number, version):
+                    name = f"weight bucket {bucket.index} of {len(buckets)}, version {version}"
+                    await self._engines.fetch(number, bucket, name, self._cfg.timeout_s)
+
+        await wait_for_all(map(fetch, buckets))
+        if not self._serves(number, version):
+            if number not in self._late:
+                late = f"has version {version} when the others serve {self._newest}: its link to the store is slow"
+                warn(f"engine {number}, outside of the cluster, {late}")
+            self._late.add(number)
+            return
+        await self._engines.load(number, version, self._cfg.keep_kv_cache, buckets, self._cfg.timeout_s)
+        self._late.discard(number)
+        if epoch != self._epoch:
+            self._engines.outdate(math.inf)
+            return
+        if not self._engines.is_proven(number):
+            async with self.lock:
+                if version == self._version:
+                    await self._actors.until_idle()
+                    await self._prove((number,))
+                    self._engines.admit((number,))
+                    say(f"engine {number}, outside of the cluster, has joined, and serves")
+        elif self._serves(number, version):
+            self._engines.admit((number,))
+
+    def _serves(self, number: int, version: int) -> bool:
+        """Whether an engine outside of the cluster may serve this version: for its first, that of the others alone."""
+        lags = self._lags if self._engines.is_proven(number) else 0
+        return self._newest - lags <= version <= self._newest
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> float:
         """Makes these engines serve `version`; returns the transfer time in seconds. Raises RemoteError at the first

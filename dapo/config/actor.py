@@ -261,4 +261,10 @@ class WeightSyncConfig:
         "; 0: none",
         resume="harmless",
     )
+    store: str = key(
+        "",
+        "folder or URL of fsspec (s3://...) of this run alone, where engines outside of the cluster "
+        "(`rollout.outside`) find the weights",
+        resume="harmless",
+    )
     timeout_s: float = positive(600.0, "longest sync")

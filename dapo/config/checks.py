@@ -26,7 +26,7 @@ from dapo.config.rules.engine import (
     starts,
 )
 from dapo.config.rules.model import actor, served
-from dapo.config.rules.placement import placement
+from dapo.config.rules.placement import outside, placement
 from dapo.config.rules.reward import code, judge, reward_model, waits
 from dapo.config.schema import Config
 
@@ -73,7 +73,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         starts,
         *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),
         decoding,
-        *([actor, placement] if trains else [served]),
+        *([actor, placement, outside] if trains else [served]),
         waits,
         code,
         reward_model,

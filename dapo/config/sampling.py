@@ -203,6 +203,23 @@ class RolloutFunctionConfig:
 
 
 @dataclass(slots=True)
+class OutsideConfig:
+    """Engines outside of the Ray cluster (`dapo serve`), which reach the driver over TLS."""
+
+    listen: str = key(
+        "",
+        "HOST:PORT of the driver's machine where they connect; needs the files below and `weight_sync.store`",
+        values="empty, or HOST:PORT",
+        holds=lambda value: not value or re.fullmatch(r"[^\s/]+:[1-9]\d{0,4}", value) is not None,
+        resume="harmless",
+    )
+    certificate: str = key("", "PEM file of the driver's TLS certificate", resume="harmless")
+    private_key: str = key("", "PEM file of its key", resume="harmless")
+    token: str = key("", "file with a secret of at least 16 characters that engines must know", resume="harmless")
+    engines: int = at_least(1, 1, "most of them at a time", resume="harmless")
+
+
+@dataclass(slots=True)
 class RolloutConfig(SamplingConfig):
     """vLLM engines sample the responses."""
 
@@ -274,6 +291,7 @@ class RolloutConfig(SamplingConfig):
         resume="harmless",
     )
     node_labels: dict[str, str] = node_labels("an engine")
+    outside: OutsideConfig = section(OutsideConfig)
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)
     vllm: dict[str, Any] = key(
         {},

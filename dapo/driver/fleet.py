@@ -158,7 +158,15 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
     """Creates the engines' actors; `start` loads their model."""
     options, lent = placement.rollout(), lent_engines(cfg)
-    return RolloutPool(options, cfg.rollout, warn=warn, release=placement.release_engine, lent=lent)
+    return RolloutPool(
+        options,
+        cfg.rollout,
+        warn=warn,
+        release=placement.release_engine,
+        lent=lent,
+        outside=placement.outside(),
+        lags=cfg.filter_groups.max_staleness,
+    )
 
 
 def create_functions(cfg: Config, placement: Placement) -> TurnFleet | None:

@@ -199,6 +199,12 @@ def make_paths_absolute(cfg: Config) -> None:
     function = cfg.rollout.function
     if function.path.endswith(".py"):
         function.path = str(Path(function.path).expanduser().absolute())
+    outside = cfg.rollout.outside
+    for name in ("certificate", "private_key", "token"):
+        if path := getattr(outside, name):
+            setattr(outside, name, str(Path(path).expanduser().absolute()))
+    if (store := cfg.weight_sync.store) and "://" not in store:
+        cfg.weight_sync.store = str(Path(store).expanduser().absolute())
     make_absolute(cfg)
 
 

@@ -171,6 +171,8 @@ class OversamplingBuffer:
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
         self.prospects.end(group.draw.index, fate == TRAINED)
+        if 0 < self._max_staleness < self._update - self.draws.live[group.draw.index].oldest:
+            self.draws.send_back([group.draw.index], self._why_back)
         self._advance()
         self._on_scored(group, self.draws.live[group.draw.index].started)
 
@@ -251,10 +253,10 @@ class OversamplingBuffer:
         return sorted(set(scored) - set(usable[self._wanted :]))
 
     def _late(self) -> list[int]:
-        """Returns the draws that started at a version too old for the next update; at staleness 0, all."""
+        """Returns the draws with a version too old for the next update; at staleness 0, all."""
         oldest = self._update - self._max_staleness
         started = self.draws.at(State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
-        return sorted(index for index in started if self.draws.live[index].started < oldest)
+        return sorted(index for index in started if self.draws.live[index].oldest < oldest)
 
     def held(self) -> list[tuple[Group, int]]:
         return self.draws.held()

@@ -43,6 +43,12 @@ class LiveDraw:
     outcome: str = ""
     fate: str = ""
 
+    @property
+    def oldest(self) -> int:
+        """Version of the oldest token: an engine outside of the cluster may lag behind the version at the start."""
+        responses = () if self.group is None else self.group.responses
+        return min([self.started, *(span.version for one in responses for span in one.policy_versions)])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferState:

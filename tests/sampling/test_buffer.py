@@ -10,7 +10,8 @@ from dapo.algorithm.fate import TRAINED, Fate
 from dapo.algorithm.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.sampling.budget import FAILED, REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from tests.support.fakes import make_group
+from dapo.sampling.draws import STALE, State
+from tests.support.fakes import make_group, make_response
 
 NAN = math.nan
 
@@ -246,3 +247,24 @@ def test_a_run_without_a_bound_and_without_a_usable_group_ends():
             for index in buffer.take():
                 finish(buffer, index, right(0, 4))
     assert 1000 <= buffer.draws.drawn < 1012
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    """An engine outside of the cluster may lag behind the version at the start of a draw."""
+    buffer = make_buffer(batch=2, max_in_flight=4, max_staleness=1, filter_groups=False)
+
+    def end(index: int, *versions: int) -> None:
+        group = make_group(index, [1.0, 0.0])
+        buffer.generated(index, group.num_tokens)
+        buffer.add(replace(group, responses=tuple(make_response(version=version) for version in versions)))
+
+    buffer.serving(2)
+    buffer.open()
+    for index, versions in zip(buffer.take(), [(0, 2), (1, 2), (2, 2), (1, 1)], strict=True):
+        end(index, *versions)
+    assert buffer.draws.at(State.TO_RETRY) == [0] and buffer.draws.tokens[STALE] > 0, "too old for this update"
+    [again] = buffer.take()
+    end(again, 2, 2)
+    collected = buffer.close()
+    assert [group.draw.index for group in collected.groups] == [0, 1]
+    assert collected.returned == (3,), "too old for the next update, which the third is not"

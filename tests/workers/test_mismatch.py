@@ -104,7 +104,7 @@ class Engine:
 class Engines:
     engine: Engine
 
-    def take_weights(self, rejoin: object) -> None: ...
+    def take_weights(self, *given: object) -> None: ...
 
     async def probe(self, prompts: Sequence[Int32Array], sampling: Sampling, seed: int) -> list[TrainSequence]:
         return [

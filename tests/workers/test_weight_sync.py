@@ -8,6 +8,7 @@ import pytest
 from dapo.config.derived import resolve_transport
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
+from dapo.workers import weight_sync
 from dapo.workers.remote import RemoteError
 from tests.support.weights.recorder import BUCKETS, STEP_S, Recorder, in_loop, loads
 
@@ -248,3 +249,75 @@ def test_auto_takes_the_nearest_way(transport, colocate, resolved):
     cfg = Config()
     cfg.weight_sync.transport, cfg.trainer.colocate = transport, colocate
     assert resolve_transport(cfg) == resolved
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(STEP_S / 5)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@in_loop
+async def test_an_engine_outside_follows_behind_the_others_as_far_as_the_buffer_allows(staleness):
+    ends = Recorder()
+    sync = ends.sync(staleness=staleness)
+    ends.outside = {3: -1}
+    supply = asyncio.create_task(sync.supply(3))
+    await sync(1)
+    assert not ends.fetched, "the others wait for no store"
+    ends.canary = [canary(-0.01)]
+    await until(lambda: ends.outside_serving == {3})
+    assert ends.outside == {3: 1} and ends.fetched == [(3, index) for index in range(BUCKETS)] and ends.asked_idle == 2
+    await sync(2)
+    assert ends.outside_serving == ({3} if staleness else set()), "one version behind"
+    await until(lambda: ends.outside[3] == 2 and ends.outside_serving)
+    slow = asyncio.Event()
+
+    async def fetch(*asked):
+        await slow.wait()
+
+    ends.fetch = fetch
+    for version in (3, 4, 5):
+        await sync(version)
+    assert not ends.outside_serving, "its link is too slow"
+    slow.set()
+    await until(lambda: ends.outside == {3: 5})
+    assert "load version 3" not in ends.events, "it was too old before it was there"
+    supply.cancel()
+
+
+@in_loop
+async def test_an_engine_outside_joins_only_with_the_weights_of_the_actors():
+    """Neither with what they had, nor if it computes otherwise, nor with a version of before the run went back."""
+    ends = Recorder()
+    sync = ends.sync(staleness=3)
+    await sync(1)
+    ends.outside, ends.canary = {3: -1}, [canary(-0.2)]
+    with pytest.raises(RemoteError, match="other log-probabilities"):
+        await sync.supply(3)
+    assert not ends.outside_serving
+    ends.canary, ends.outside = [canary(0.0)], {3: -1}
+    supply = asyncio.create_task(sync.supply(3))
+    await until(lambda: ends.outside_serving)
+    await sync(2)
+    await until(lambda: ends.outside == {3: 2})
+    await sync(1)
+    assert ends.outside == {3: -1} and not ends.outside_serving, "version 2 will be another one"
+    ends.fetched.clear()
+    await until(lambda: ends.outside == {3: 1} and ends.outside_serving)
+    assert len(ends.fetched) == BUCKETS and ends.gathered.count("store") == 3 * BUCKETS
+    supply.cancel()
+
+
+@in_loop
+async def test_a_store_that_fails_is_tried_again_while_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(weight_sync, "RETRY_S", STEP_S)
+    ends = Recorder(fails_once("store", 0))
+    sync = ends.sync()
+    ends.outside = {3: -1}
+    supply = asyncio.create_task(sync.supply(3))
+    await sync(1)
+    await until(lambda: ends.outside == {3: 1})
+    assert not ends.refused
+    supply.cancel()

@@ -11,10 +11,12 @@ from dapo.config.sampling import RolloutConfig
 from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import waiting
 from dapo.workers.engines.load import engine_metrics
-from dapo.workers.engines.slot import EngineSlot, Gpus
+from dapo.workers.engines.slot import LEAVES, EngineSlot, Gpus
 from dapo.workers.remote import RemoteError, wait_for_all
 from dapo.workers.supervise import PAUSE_S, keep_up
 
+Empty = Callable[[EngineSlot], Awaitable[None]]
+LONGEST_PAUSE_S = 60.0
 DEEPEST, LIGHTEST = 2, 1  # levels of vLLM's sleep: without weights, with weights on the host
 
 
@@ -117,6 +119,44 @@ class Keeper:
         """Frees the place and the number of an engine that is gone."""
         self._release(slot.number)
         slot.gone = True
+
+    def listen(self, options: dict[str, Any], empty: Empty, supply: Callable[[int], Awaitable[None]]) -> None:
+        """Lets engines outside of the Ray cluster join, come back and leave. options: of Ray, for the actors that speak
+        for them. empty: takes the groups off an engine that leaves. supply: brings it every version of the weights,
+        until it is cancelled."""
+        for _ in range(self._cfg.outside.engines):
+            number = len(self.slots)
+            slot = EngineSlot(number, options, self._cfg, count=number + 1, outside=True)
+            self.slots.append(slot)
+            self._watches.append(asyncio.create_task(self._attend(slot, empty, supply)))
+
+    async def _attend(self, slot: EngineSlot, empty: Empty, supply: Callable[[int], Awaitable[None]]) -> None:
+        """Whatever fails, the engine may come again, so that only the pause grows."""
+        pause = PAUSE_S
+        while True:
+            slot.proven, slot.version = False, -1
+            supplying: asyncio.Future[None] | None = None
+            try:
+                await slot.until_connected(self._warn)
+                await slot.start(*self._arguments)
+                supplying = asyncio.ensure_future(supply(slot.number))
+                lost = asyncio.ensure_future(slot.until_lost())
+                await asyncio.wait({lost, supplying}, return_when=asyncio.FIRST_COMPLETED)
+                pause = PAUSE_S if slot.proven else pause
+                lost.cancel()
+                reason = lost.result() if lost.done() else str(supplying.exception())
+                if reason == LEAVES:
+                    await empty(slot)
+            except RemoteError as error:
+                reason = str(error)
+            finally:
+                if supplying is not None:
+                    supplying.cancel()
+            self._warn(f"engine {slot.number}, outside of the cluster, is gone: {reason}")
+            slot.renew()
+            self.notify()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _start(self, slot: EngineSlot, *arguments: Any) -> None:
         """Starts an engine for the first time, with the usual restart limit. A failure that repeats with the same
@@ -228,7 +268,9 @@ class Keeper:
         self._release(slot.number)
         kept = zip(self.slots, self._watches, strict=True)
         left = sum(
-            not watch.done() for other, watch in kept if not other.lent and not other.leaving and other is not slot
+            not watch.done()
+            for other, watch in kept
+            if not other.lent and not other.outside and not other.leaving and other is not slot
         )
         if left < self._cfg.min_engines:
             self.exhausted = (
@@ -243,7 +285,7 @@ class Keeper:
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]:
         """Returns the running engines that can take part in a weight sync: the lent ones, or the others."""
-        there = (slot for slot in self.slots if slot.started and not slot.leaving)
+        there = (slot for slot in self.slots if slot.started and not slot.leaving and not slot.outside)
         return tuple(slot.number for slot in there if slot.lent == lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:

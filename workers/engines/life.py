@@ -16,12 +16,13 @@ ECHO_S = 0.2  # a later answer is checked at the next pulse
 class Pulse:
     """State of an engine, returned on request. requests: number it holds. silent_s: seconds that its process has owed
     an answer. idle_s: seconds since its last token; 0 if it holds no request, or a weight sync pauses it. counts: its
-    work."""
+    work. leaves: it is told to end where it runs, outside of the cluster."""
 
     requests: int
     silent_s: float
     idle_s: float
     counts: EngineCounts
+    leaves: bool = False
 
 
 class LifeSigns:

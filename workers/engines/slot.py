@@ -14,10 +14,13 @@ from dapo.ground.restarts import Restarts
 from dapo.ground.watchdog import Member
 from dapo.workers.capacity import EngineSize
 from dapo.workers.engines.load import Follower
+from dapo.workers.engines.outside import OutsideWorker
 from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two pulses
+KNOCK_S = 10.0  # a wait for an engine outside of the cluster, after which those refused are told
+LEAVES = "it is told to end where it runs"
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
 _lives = count()
 MISSED = 4  # missed pulses in a row that mean a hanging actor, not a driver that was blocked
@@ -27,17 +30,24 @@ class EngineSlot:
     """One engine. load: responses that run or wait in it. serving: it holds the current weights and takes groups.
     version: of its weights. proven: it has not restarted, or has been compared with the actors since. compared: number
     of comparisons, including those of engines before it in this slot. rested: it has slept since its start. lent: it
-    runs on the actors' GPUs while other engines have their own. leaving: it takes no more groups, and ends. gone: it
-    has ended. life: differs for each process that any engine has had. limit: its restart limit. follower: counts of its
-    work. node: Ray's id, "" before the first start.
+    runs on the actors' GPUs while other engines have their own. outside: it runs outside of the Ray cluster. leaving:
+    it takes no more groups, and ends. gone: it has ended. life: differs for each process that any engine has had.
+    limit: its restart limit. follower: counts of its work. node: Ray's id, "" before the first start.
     """
 
     def __init__(
-        self, number: int, options: dict[str, Any], cfg: RolloutConfig, *, count: int = 1, lent: bool = False
+        self,
+        number: int,
+        options: dict[str, Any],
+        cfg: RolloutConfig,
+        *,
+        count: int = 1,
+        lent: bool = False,
+        outside: bool = False,
     ) -> None:
         """Creates the engine's actor. options: Ray options, from `workers.placement`. count: number of all engines."""
         self.number = number
-        self.lent = lent
+        self.lent, self.outside = lent, outside
         self._count = count
         self.load = 0
         self.size: EngineSize | None = None
@@ -55,9 +65,10 @@ class EngineSlot:
         self._make()
 
     def _make(self) -> None:
-        remote: Any = ray.remote(RolloutWorker)
+        remote: Any = ray.remote(OutsideWorker if self.outside else RolloutWorker)
+        given = [self._cfg.outside] if self.outside else []
         self.life = next(_lives)
-        self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
+        self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote(*given)
 
     def as_large_as(self, other: "EngineSlot") -> None:
         """Gives its KV cache the size that the other engine has measured."""
@@ -86,6 +97,21 @@ class EngineSlot:
             self._as_before = {"kv_cache_memory_bytes": self.size.cache_bytes}
         self.node = self.size.node
         self._heard_of = time.monotonic()
+
+    async def until_connected(self, warn: Callable[[str], None]) -> None:
+        """Waits for an engine outside of the cluster to connect. warn: told who was refused."""
+        here = False
+        while not here:
+            asked = self.worker.connected.remote(KNOCK_S)
+            [(here, refused)] = await wait([asked], 2 * KNOCK_S, f"engine {self.number} to be waited for", "")
+            for line in refused:
+                warn(f"refused at `rollout.outside.listen`: {line}")
+
+    def renew(self) -> None:
+        """Closes the connection of an engine outside of the cluster, and lets it or another one come."""
+        self.drop()
+        self.proven, self.version, self.follower = False, -1, Follower()
+        self._make()
 
     def member(self, act: str = "") -> Member:
         return Member(role="engine", number=self.number, count=self._count, act=act)
@@ -119,6 +145,8 @@ class EngineSlot:
         RemoteError if its actor does not answer within `timeout_s`, WorkerLost if it never will."""
         what = f"a sign of life from engine {self.number}"
         [pulse] = await wait([self.worker.pulse.remote()], timeout_s, what, "rollout.stall_timeout_s")
+        if pulse.leaves:
+            return LEAVES
         self._heard_of = time.monotonic() - max(pulse.idle_s, pulse.silent_s)
         self.follower.heard(pulse.counts)
         if pulse.silent_s > limit:

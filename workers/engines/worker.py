@@ -107,7 +107,8 @@ class RolloutWorker:
         self._version, self._keeps = 0, False  # _keeps: running requests may have keys of weights before `_version`
         self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
         size = size_of(config, await self._engine.collective_rpc("measured_cache_bytes"))
-        return replace(size, goes_on=self._goes_on, node=ray.get_runtime_context().get_node_id())
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        return replace(size, goes_on=self._goes_on, node=node)
 
     async def pulse(self) -> Pulse:
         """Returns the engine's state. Raises WorkerLost if its process has ended or it is unusable."""
@@ -267,6 +268,7 @@ class RolloutWorker:
             "num_bytes": bucket.plan.num_bytes,
             "dtype": bucket.dtype,
             "digest": bucket.digest,
+            "file": bucket.file,
         }
         await self._take(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BACKEND = "dapo_buckets"  # name of the receiver's backend in vLLM
+STORE = "store"  # name of the transport to engines outside of the Ray cluster
 WORD_BYTES = 8  # the digest reads whole words
 _WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 21}  # two buffers fit the cache of a core, or (16 MiB each) of a GPU
 
@@ -47,6 +48,7 @@ class Bucket:
     dtype: str  # of all its tensors, torch's name
     digest: str  # of its bytes, by `digest`
     failure: str = ""  # why sending failed; gathering continued, so that all ranks stay in step
+    file: str = ""  # `store`: its name there (`workers.weights.store`), and its path where an engine loads it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

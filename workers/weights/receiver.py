@@ -36,7 +36,7 @@ from dapo.workers.weights.memory import Handle, open_shared, place
 class BucketInitInfo(WeightTransferInitInfo):
     """The actors' endpoints."""
 
-    transport: str  # `broadcast` or `ipc`
+    transport: str  # `broadcast`, `ipc` or `files`
     capacity: int  # this and the next two: see `Endpoint`
     address: str
     port: int
@@ -55,6 +55,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int
     dtype: str
     digest: str  # of its bytes, computed by the sender
+    file: str  # `files`: where it is
 
 
 class GroupSource:
@@ -95,6 +96,16 @@ class MemorySource:
         """Does nothing: the memory is freed with the last reference."""
 
 
+class FileSource:
+    """Reads files on this machine: of an engine outside of the Ray cluster."""
+
+    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
+        return torch.from_file(bucket.file, shared=False, size=bucket.num_bytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
     """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set. It raises
     no error to vLLM but records the first one since `init` in `failure`: with several processes per engine, vLLM reads
@@ -103,7 +114,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
     failure = ""
-    _source: GroupSource | MemorySource | None = None
+    _source: GroupSource | MemorySource | FileSource | None = None
     _under_way = False
 
     @contextmanager
@@ -120,8 +131,10 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         with self._noting():
             if init_info.transport == "broadcast":
                 self._source = GroupSource(init_info, self.parallel_config.rank, self._device)
-            else:
+            elif init_info.transport == "ipc":
                 self._source = MemorySource(init_info, self._device)
+            else:
+                self._source = FileSource()
 
     def start_weight_update(self) -> None:
         """Restores the parameters to their checkpoint layout and records which ones must arrive."""

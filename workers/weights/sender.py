@@ -6,7 +6,8 @@ exist at a time: one that the engines load, and the next. `slot` and `send` are 
 of every sync; `close` may come from any thread.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo.workers.rendezvous import serve_store
-from dapo.workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
+from dapo.workers.weights.bucket import STORE, Bucket, BucketPlan, Endpoint, digest, plan_buckets
 from dapo.workers.weights.group import SENDER, WeightGroup, give_up
 from dapo.workers.weights.memory import Handle, place, share, share_again
+from dapo.workers.weights.store import WeightStore
 
 SLOTS = 2
+WRITERS = 4  # threads that write to the store
 
 
 class GroupTransport:
@@ -92,15 +95,60 @@ class MemoryTransport:
         """Does nothing: there is no connection."""
 
 
-Transport = GroupTransport | MemoryTransport
+class StoreTransport:
+    """Writes to the weight store, in threads, from host memory that holds all buckets meanwhile: neither ranks nor
+    engines wait for the store. It computes the digests too."""
+
+    def __init__(self, store: WeightStore, capacity: int) -> None:
+        self._store, self._capacity = store, capacity
+        self._threads = ThreadPoolExecutor(WRITERS)
+        self._writes: list[Future[tuple[str, str]]] = []
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=self._capacity)
+
+    def join(self, num_receivers: int) -> None:
+        """Does nothing: the engines come by themselves."""
+
+    def slot(self, index: int) -> Tensor:
+        if index == 0:
+            self._writes = []
+        return torch.empty(self._capacity, dtype=torch.uint8)
+
+    def send(self, index: int, bucket: Tensor) -> None:
+        self._writes.append(self._threads.submit(lambda: (digest(bucket), self._store.put(bucket))))
+
+    def written(self, others: Collection[str]) -> list[tuple[str, str]]:
+        """Waits for the last version. Returns digest and file name of each bucket; deletes what is neither of them nor
+        among `others`."""
+        found = [write.result() for write in self._writes]
+        self._writes = []
+        self._store.keep({name for _, name in found}.union(others))
+        return found
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+Transport = GroupTransport | MemoryTransport | StoreTransport
 
 
 def make_transport(
-    name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float, readers: int = 1
+    name: str,
+    capacity: int,
+    *,
+    rank: int,
+    device: torch.device,
+    address: str,
+    timeout_s: float,
+    readers: int = 1,
+    store: str = "",
 ) -> Transport | None:
-    """Returns this rank's end; None if the transport does not use the rank. name: `broadcast` or `ipc`."""
+    """Returns this rank's end; None if the transport does not use the rank. name: `broadcast`, `ipc` or `store`."""
     if name == "ipc":
         return MemoryTransport(capacity, device, readers)  # each engine reads from the rank on its own GPU
+    if name == STORE:
+        return StoreTransport(WeightStore(store), capacity) if rank == SENDER else None
     return GroupTransport(capacity, device, address, timeout_s) if rank == SENDER else None
 
 
@@ -121,12 +169,13 @@ class WeightSender:
         rank: int,
         device: torch.device,
         readers: int = 1,
+        store: str = "",
     ) -> None:
         """parameters: starts a new pass, in the order of `shapes`. dtype: of the sent tensors, torch's name. readers:
-        engines on one GPU."""
+        engines on one GPU. store: its URL."""
         self._parameters = parameters
         self._dtype_name, self._dtype = dtype, getattr(torch, dtype)
-        self._rank, self._device, self._readers = rank, device, readers
+        self._rank, self._device, self._readers, self._store = rank, device, readers, store
         self._plans = plan_buckets(shapes, bucket_bytes=bucket_bytes, itemsize=self._dtype.itemsize)
         self._next = 0
         self._iterator: Iterator[tuple[str, Tensor]] = iter(())
@@ -141,10 +190,11 @@ class WeightSender:
         """Creates this rank's end for the engines, replacing an earlier one; returns None if they need none. address:
         of this node."""
         capacity = max(plan.num_bytes for plan in self._plans)
+        self._failure = ""
         self._iterator = iter(())  # an unfinished pass may hold a parameter
         if transport == "ipc" and isinstance(self._transport, MemoryTransport):
             self._transport.renew()
-        else:
+        elif transport != STORE or self._transport is None:
             self.close()
             self._transport = None  # free the old one first: two need twice the memory
             self._transport = make_transport(
@@ -155,13 +205,13 @@ class WeightSender:
                 address=address,
                 timeout_s=timeout_s,
                 readers=self._readers,
+                store=self._store,
             )
         return None if self._transport is None else self._transport.endpoint()
 
     def join(self, num_receivers: int) -> None:
         """Connects to the engines' `num_receivers` processes, which open their ends at the same time. A failure is
         reported with the first bucket."""
-        self._failure = ""
         if self._transport is not None:
             self._try(lambda transport: transport.join(num_receivers))
 
@@ -188,13 +238,18 @@ class WeightSender:
         else:
             bucket = slot[: plan.num_bytes]
             self._fill(bucket, plan)
-            found = digest(bucket) if self._rank == SENDER else ""
+            stores = isinstance(self._transport, StoreTransport)  # which computes it in its threads
+            found = digest(bucket) if self._rank == SENDER and not stores else ""
             self._try(lambda transport: transport.send(index, bucket))
         if self._next == len(self._plans):
             self._iterator = iter(())  # otherwise it holds the last parameter until the next sync
         if self._rank != SENDER:
             return None
         return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, failure=self._failure)
+
+    def stored(self, others: Collection[str]) -> list[tuple[str, str]]:
+        assert isinstance(self._transport, StoreTransport)
+        return self._transport.written(others)
 
     def _try(self, action: Callable[[Transport], T]) -> T | None:
         """Returns the result of `action`; None without a transport, or if it failed now or before in this sync."""

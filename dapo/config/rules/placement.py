@@ -38,6 +38,27 @@ def _growing(cfg: Config) -> Iterator[str]:
         yield f"`rollout.max_engines` ({most}) is less than `rollout.num_engines` ({least}); raise it, or leave it out"
 
 
+def outside(cfg: Config) -> Iterator[str]:
+    listens = cfg.rollout.outside
+    if not listens.listen:
+        return
+    needs = {f"rollout.outside.{name}": getattr(listens, name) for name in ("certificate", "private_key", "token")}
+    if missing := [
+        f"`{name}`" for name, value in (needs | {"weight_sync.store": cfg.weight_sync.store}).items() if not value
+    ]:
+        yield (
+            f"`rollout.outside.listen` ({listens.listen}) lets engines of other places in, over TLS and with a token "
+            f"alone: {', '.join(missing)} must be given too"
+        )
+    refused = {
+        f"`trainer.colocate` ({cfg.trainer.colocate})": cfg.trainer.colocate != "none",
+        f"`trainer.only` ({cfg.trainer.only})": cfg.trainer.only != "both",
+        "`rollout.replay_experts` (true)": cfg.rollout.replay_experts,
+    }
+    for what in (what for what, holds in refused.items() if holds):
+        yield f"`rollout.outside.listen` ({listens.listen}) does not go with {what}; leave one of them out"
+
+
 def _engines_on_a_gpu(cfg: Config) -> Iterator[str]:
     own, gpus = f"`rollout.engines_per_gpu` ({cfg.rollout.engines_per_gpu})", gpus_per_engine(cfg.rollout.vllm)
     if cfg.trainer.colocate != "time":

@@ -3,14 +3,13 @@
 import asyncio
 from copy import deepcopy
 from functools import wraps
-from types import SimpleNamespace
 
 import numpy as np
 
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
 from dapo.workers.weight_sync import WeightSync
-from dapo.workers.weights.bucket import Endpoint
+from dapo.workers.weights.bucket import Bucket, BucketPlan, Endpoint
 
 BUCKETS = 6
 STEP_S = 0.01
@@ -58,6 +57,10 @@ class Recorder:
         self.turns = 0  # how often the engines that are lent GPUs got them
         self.dropped: list[tuple[int, ...]] = []
         self.lighter: list[bool] = []  # whether the engines sleep again less deep, at each time that this is asked
+        self.outside: dict[int, int] = {}
+        self.proven: set[int] = set()
+        self.outside_serving: set[int] = set()
+        self.fetched: list[tuple[int, int]] = []
         self._fail = fail
 
     def restarts(self):
@@ -108,10 +111,41 @@ class Recorder:
         self.events.append(f"asked: {why}")
         return self.lighter.pop(0) if self.lighter else False
 
-    def take_weights(self, rejoin):
+    def take_weights(self, rejoin, supply=None):
         pass
 
+    # Engines outside of the cluster, by number: the version of each, and those that agree with the actors.
+
+    def version(self, number):
+        return self.outside[number]
+
+    def is_proven(self, number):
+        return number in self.proven
+
+    def outdate(self, oldest):
+        for number, version in self.outside.items():
+            if version < oldest:
+                self.outside[number] = -1
+                self.outside_serving.discard(number)
+
+    async def fetch(self, number, bucket, what, timeout_s):
+        self.fetched.append((number, bucket.index))
+        await self._step("fetch", bucket.index)
+
+    async def load(self, number, version, keep, buckets, timeout_s):
+        assert [bucket.file for bucket in buckets] == [f"file {index}" for index in range(BUCKETS)]
+        await self._step("load version", version)
+        self.outside[number] = version
+
+    async def stored_weights(self, others):
+        await self._step("store", 0)
+        return [(f"digest {index}", f"file {index}") for index in range(BUCKETS)]
+
     def admit(self, members):
+        if outside := self.outside.keys() & members:
+            self.proven |= outside
+            self.outside_serving |= outside
+            return
         self.awake = True
         self.admitted.append(members)
 
@@ -140,7 +174,7 @@ class Recorder:
         self.existing += 1
         self.most = max(self.most, self.existing)
         await self._step("gather", index)
-        return SimpleNamespace(index=index, failure="")
+        return Bucket(index=index, plan=BucketPlan((), 8), dtype="float32", digest="")
 
     async def leave_weights(self, members, timeout_s):
         await self._step("leave", len(members))
@@ -163,5 +197,7 @@ class Recorder:
     def refuse(self, reason):
         self.refused = reason
 
-    def sync(self, timeout_s: float = 10) -> WeightSync:
-        return WeightSync(self, self, within(Config(), "broadcast", timeout_s))
+    def sync(self, timeout_s: float = 10, staleness: int = 0) -> WeightSync:
+        cfg = within(Config(), "broadcast", timeout_s)
+        cfg.filter_groups.max_staleness = staleness
+        return WeightSync(self, self, cfg)
