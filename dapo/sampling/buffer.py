@@ -46,6 +46,7 @@ class OversamplingBuffer:
         admission: str = DRAW_ORDER,
         on_budget: str = "fail",
         max_staleness: int = 0,
+        engines_lag: bool = False,
         total_steps: int = 0,
         has_signal: Callable[[Group], bool] = lambda group: True,
         classify: Callable[[Group, int], str] = classify,
@@ -53,7 +54,8 @@ class OversamplingBuffer:
     ) -> None:
         """max_in_flight: draws. max_draws: limit for one update, 0 = none. on_budget: `fail`, or `train_partial` to
         train on what there is. filter_groups: false keeps every scorable group. total_steps: of the run, generation
-        runs no further ahead; 0 = no end. has_signal: whether a mixed group can be trained on. classify:
+        runs no further ahead; 0 = no end. engines_lag: tokens may be of an older version than that of the
+        draw's start. has_signal: whether a mixed group can be trained on. classify:
         `dapo.algorithm.outcome.classify`, or another. on_scored: called with every group, and the policy version at its
         start."""
         self._batch, self._max_in_flight = train_batch_size, max_in_flight
@@ -62,6 +64,7 @@ class OversamplingBuffer:
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
         self._in_order = admission == DRAW_ORDER
         self._max_staleness, self._total_steps = max_staleness, total_steps
+        self._age_by_tokens = engines_lag and max_staleness > 0
         self.rate = UsableRate(certain=not filter_groups)
         self.prospects = Prospects()
         self.draws = Draws()
@@ -93,6 +96,7 @@ class OversamplingBuffer:
             admission=filtering.admission,
             on_budget=filtering.on_budget,
             max_staleness=filtering.max_staleness,
+            engines_lag=bool(cfg.rollout.outside.listen),
             total_steps=cfg.trainer.total_steps,
             has_signal=has_signal,
             classify=classifier(cfg),
@@ -171,7 +175,7 @@ class OversamplingBuffer:
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
         self.prospects.end(group.draw.index, fate == TRAINED)
-        if 0 < self._max_staleness < self._update - self.draws.live[group.draw.index].oldest:
+        if self._update - self._version_of(group.draw.index) > self._max_staleness > 0:
             self.draws.send_back([group.draw.index], self._why_back)
         self._advance()
         self._on_scored(group, self.draws.live[group.draw.index].started)
@@ -256,7 +260,11 @@ class OversamplingBuffer:
         """Returns the draws with a version too old for the next update; at staleness 0, all."""
         oldest = self._update - self._max_staleness
         started = self.draws.at(State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
-        return sorted(index for index in started if self.draws.live[index].oldest < oldest)
+        return sorted(index for index in started if self._version_of(index) < oldest)
+
+    def _version_of(self, index: int) -> int:
+        live = self.draws.live[index]
+        return live.oldest if self._age_by_tokens else live.started
 
     def held(self) -> list[tuple[Group, int]]:
         return self.draws.held()

@@ -251,7 +251,7 @@ def test_a_run_without_a_bound_and_without_a_usable_group_ends():
 
 def test_a_group_is_as_old_as_its_oldest_token():
     """An engine outside of the cluster may lag behind the version at the start of a draw."""
-    buffer = make_buffer(batch=2, max_in_flight=4, max_staleness=1, filter_groups=False)
+    buffer = make_buffer(batch=2, max_in_flight=4, max_staleness=1, engines_lag=True, filter_groups=False)
 
     def end(index: int, *versions: int) -> None:
         group = make_group(index, [1.0, 0.0])

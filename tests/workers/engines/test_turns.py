@@ -25,7 +25,7 @@ class Slot:
     def __init__(self, number, options, cfg, *, count, lent):
         self.number, self.size, self.serving, self.proven, self.rested = number, None, False, True, False
         self.worker = object()
-        self.lent, self.leaving = lent, False
+        self.lent, self.leaving, self.outside = lent, False, False
         self.restarts, self.slept, self.dropped = 0, [], 0
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
         self.let_start.set()
