@@ -57,7 +57,7 @@ class Keeper:
         self.level, self.level_proven = DEEPEST, False
         self.joins = Restarts(max(1, cfg.max_restarts))
         self._slept = False
-        self._starting = self._gone_restarts = 0
+        self._starting = self._joined = self._gone_restarts = 0
         self._cfg = cfg
         self._warn = warn
         self._release = release
@@ -253,7 +253,9 @@ class Keeper:
             try:
                 await self._give_weights(slot.number)
                 if slot.serving:
-                    how = f"serves again (restart {slot.restarts})" if slot.restarts else "has joined, and serves"
+                    self._joined += not slot.restarts
+                    joined = f"has joined, and serves ({self._joined} have joined so far)"
+                    how = f"serves again (restart {slot.restarts})" if slot.restarts else joined
                     self._warn(f"engine {slot.number} {how}")
                 return
             except Exception as error:
