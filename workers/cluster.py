@@ -17,7 +17,7 @@ from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compiled
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # generated
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]  # generated
-from ray.exceptions import RpcError
+from ray.exceptions import RayError, RpcError
 
 from dapo.ground.console import warn
 from dapo.workers.gcs_watch import ASK_S, end_with_raylet, reach
@@ -222,7 +222,7 @@ def tell_going(seconds: float) -> list[str]:
 
     try:
         within(FIND_S, tell, "to tell Ray's head")
-    except RpcError as error:
+    except RayError as error:
         raise ConnectionError(f"Ray's head at {place} (RAY_ADDRESS) was not told: {error}") from None
     if not is_head:
         raise ConnectionError(f"no node of the Ray cluster at {place} (RAY_ADDRESS) is on this machine")
