@@ -13,6 +13,7 @@ import selectors
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ NAMES = (
 SIGMA, LONGEST = 0.9, 2  # of the log of the length; the longest response, in mean lengths
 PROMPT = np.arange(1, 201, dtype=np.int32)
 AHEAD = 16  # versions; enough for all engines to stay full
-FILLED = 3  # mean lengths until ends of responses are spread evenly
+FILLED = 0.3  # mean lengths until the first steps are over
 IDLE_S = 5.0  # in which only pulses are counted
 PLAN = BucketPlan(tuple(TensorPlace(f"model.layers.{k}.mlp.up_proj.weight", (1024, 1024), k << 20) for k in range(16)), 0)
 
@@ -86,12 +87,13 @@ def _now() -> float:
 class Engine:
     """Fulfils what the pool asks of a `RolloutWorker`, and computes nothing."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._given, self._meter = given, EngineMeter()
-        self._token_ids = np.random.default_rng(0).integers(0, 100_000, LONGEST * given.tokens).astype(np.int32)
+    def __init__(self, given: argparse.Namespace, seed: int) -> None:
+        self._given, self._full = given, 0
+        self._rng = np.random.default_rng(seed)
+        self._token_ids = self._rng.integers(0, 100_000, LONGEST * given.tokens).astype(np.int32)
         self._logprobs, self._text = np.full(len(self._token_ids), -1.0, np.float32), "word" * len(self._token_ids)
         self._running: dict[str, asyncio.Future[None]] = {}
-        self._counts = self._meter.read()
+        self._counts = EngineMeter().read()
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Sequence[str] = ()) -> EngineSize:
         # The pool gives an engine one group more than fits; here that runs too.
@@ -104,9 +106,10 @@ class Engine:
         self, key: str, prompt: Int32Array, sampling: Sampling, starts: Sequence[Start]
     ) -> AsyncIterator[list[tuple[int, Response]]]:
         median = self._given.tokens / math.exp(SIGMA**2 / 2)
-        drawn = np.random.default_rng(starts[0].seed).lognormal(math.log(median), SIGMA, len(starts))
+        drawn = self._rng.lognormal(math.log(median), SIGMA, len(starts))
         lengths = np.clip(drawn, 1, len(self._token_ids)).astype(int).tolist()
-        left, began = sorted(range(len(starts)), key=lengths.__getitem__, reverse=True), _now()
+        left = sorted(range(len(starts)), key=lengths.__getitem__, reverse=True)
+        began = _now() - self._age(lengths[left[0]] / self._given.tokens_per_s)
         stop = self._running[key] = asyncio.get_running_loop().create_future()
         while left:
             wait_s = began + lengths[left[-1]] / self._given.tokens_per_s - _now()
@@ -116,6 +119,11 @@ class Engine:
                 part.append((left[-1], self._response(min(lengths[left.pop()], made), stop.done())))
             yield part
         del self._running[key]
+
+    def _age(self, seconds: float) -> float:
+        """Returns since when a group of these seconds runs: the first ones of an engine are found under way."""
+        self._full += 1
+        return seconds * self._rng.random() if self._full <= self._given.slots // self._given.n else 0.0
 
     def _response(self, length: int, aborted: bool) -> Response:
         return Response(
@@ -242,7 +250,7 @@ def to_config(engines: int, given: argparse.Namespace) -> Config:
     cfg.data.train_batch_size = cfg.actor.ppo_mini_batch_size = engines
     cfg.data.gen_batch_size = engines * given.slots
     cfg.data.max_response_length = LONGEST * given.tokens
-    cfg.filter_groups.max_staleness = AHEAD
+    cfg.filter_groups.max_staleness, cfg.filter_groups.admission = AHEAD, "completion"
     return cfg
 
 
@@ -250,7 +258,7 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
     """Returns the cells of one fleet: of a weight sync and of pulses while the engines are idle, then of steps."""
     cfg = to_config(engines, given)
     pool, rewards, actors = RolloutPool([], cfg.rollout, warn=warn), Rewards(cfg, place), Actors(given.buckets)
-    pool.keeper.slots.extend(Slot(number, cfg, lambda: place(Engine, given)) for number in range(engines))
+    pool.keeper.slots.extend(Slot(number, cfg, partial(place, Engine, given, number)) for number in range(engines))
     await asyncio.gather(pool.start("", {}), rewards.start(cfg.rollout.start_timeout_s))
     sync = WeightSync(actors, pool, cfg)
     pools = Pools(rollouts=pool, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock)
