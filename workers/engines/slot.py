@@ -16,7 +16,7 @@ from dapo.workers.engines.load import Follower
 from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.remote import RemoteError, WorkerLost, wait
 
-PULSE_S = 0.5  # between two pulses
+PULSE_S, PULSES_PER_S = 0.5, 2048  # between two pulses of an engine, at least; of all engines together, at most
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
 MISSED = 4  # missed pulses in a row that mean a hanging actor, not a driver that was blocked
 
@@ -36,6 +36,7 @@ class EngineSlot:
         self.number = number
         self.lent = lent
         self._count = count
+        self.pulse_s = max(PULSE_S, count / PULSES_PER_S)
         self.load = 0
         self.size: EngineSize | None = None
         self.serving = self.leaving = False
@@ -96,7 +97,7 @@ class EngineSlot:
         limit = self._cfg.stall_timeout_s
         missed = 0
         while missed < MISSED:
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(self.pulse_s)
             try:
                 if stands_still := await self.stands_still(limit / MISSED, limit):
                     return stands_still

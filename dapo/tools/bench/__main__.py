@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
     _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
     _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
-    _driver(command("driver", "driver", "run", "the driver of a large fleet, against engines that sleep", overrides=False))
+    _driver(
+        command("driver", "driver", "run", "the driver of a large fleet, against engines that sleep", overrides=False)
+    )
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
 

@@ -7,6 +7,7 @@ workers are Ray actors and time is real."""
 
 import argparse
 import asyncio
+import gc
 import itertools
 import math
 import selectors
@@ -24,6 +25,7 @@ from dapo.algorithm.batch import has_signal
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.driver.fleet import ray_cluster
+from dapo.driver.run import COLLECT_AT
 from dapo.ground.clock import PhaseClock
 from dapo.ground.console import warn
 from dapo.ground.table import head, row
@@ -31,11 +33,21 @@ from dapo.pools import Pools, Updated
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.batches import stream_of
 from dapo.trainer import Trainer
-from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence, VersionSpan
+from dapo.types import (
+    Float32Array,
+    Int32Array,
+    Prompt,
+    Response,
+    Sampling,
+    Score,
+    TrainBatch,
+    TrainSequence,
+    VersionSpan,
+)
 from dapo.workers.capacity import EngineSize
 from dapo.workers.engines.life import Pulse
 from dapo.workers.engines.load import EngineMeter
-from dapo.workers.engines.slot import PULSE_S, EngineSlot
+from dapo.workers.engines.slot import EngineSlot
 from dapo.workers.engines.worker import TOGETHER_S, Start
 from dapo.workers.reward import RewardPool
 from dapo.workers.rollout import RolloutPool
@@ -52,7 +64,9 @@ PROMPT = np.arange(1, 201, dtype=np.int32)
 AHEAD = 16  # versions; enough for all engines to stay full
 FILLED = 0.3  # mean lengths until the first steps are over
 IDLE_S = 5.0  # in which only pulses are counted
-PLAN = BucketPlan(tuple(TensorPlace(f"model.layers.{k}.mlp.up_proj.weight", (1024, 1024), k << 20) for k in range(16)), 0)
+PLAN = BucketPlan(
+    tuple(TensorPlace(f"model.layers.{k}.mlp.up_proj.weight", (1024, 1024), k << 20) for k in range(16)), 0
+)
 
 
 class Jumping(asyncio.SelectorEventLoop):
@@ -100,7 +114,9 @@ class Engine:
         return EngineSize(sequences=max(1, self._given.slots - self._given.n), kv_tokens=0, window=len(self._text))
 
     async def pulse(self) -> Pulse:
-        return Pulse(requests=len(self._running), silent_s=0.0, idle_s=0.0, counts=replace(self._counts, seconds=_now()))
+        return Pulse(
+            requests=len(self._running), silent_s=0.0, idle_s=0.0, counts=replace(self._counts, seconds=_now())
+        )
 
     async def generate(
         self, key: str, prompt: Int32Array, sampling: Sampling, starts: Sequence[Start]
@@ -257,7 +273,8 @@ def to_config(engines: int, given: argparse.Namespace) -> Config:
 async def measure(engines: int, given: argparse.Namespace, place: Place) -> list[str]:
     """Returns the cells of one fleet: of a weight sync and of pulses while the engines are idle, then of steps."""
     cfg = to_config(engines, given)
-    pool, rewards, actors = RolloutPool([], cfg.rollout, warn=warn), Rewards(cfg, place), Actors(given.buckets)
+    pool, rewards = RolloutPool([], cfg.rollout, warn=warn), Rewards(cfg, place)
+    actors: Any = Actors(given.buckets)
     pool.keeper.slots.extend(Slot(number, cfg, partial(place, Engine, given, number)) for number in range(engines))
     await asyncio.gather(pool.start("", {}), rewards.start(cfg.rollout.start_timeout_s))
     sync = WeightSync(actors, pool, cfg)
@@ -271,7 +288,8 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
         await sync(0)  # connects
         sync_s, _ = await _spent(sync(0))
     idle_s, _ = await _spent(asyncio.sleep(IDLE_S))
-    pulse_s = idle_s / (engines * IDLE_S / PULSE_S)
+    pulses_per_s = engines / pool.keeper.slots[0].pulse_s
+    pulse_s = idle_s / (pulses_per_s * IDLE_S)
     training = asyncio.ensure_future(_forever(trainer.step))
     await asyncio.wait([training], timeout=FILLED * given.tokens / given.tokens_per_s)
     drawn, version, loop = buffer.draws.drawn, trainer.version, asyncio.get_running_loop()
@@ -282,7 +300,7 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
         training.result()
     training.cancel()
     cpu_s -= (trainer.version - version) * sync_s
-    groups, pulses = buffer.draws.drawn - drawn, seconds * engines / PULSE_S
+    groups, pulses = buffer.draws.drawn - drawn, seconds * pulses_per_s
     await stream.close()
     response_s = (cpu_s - pulses * pulse_s) / (groups * given.n)
     return [
@@ -297,9 +315,7 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
 
 
 def _prompt(number: int) -> Prompt:
-    return Prompt(
-        id=number, source="", messages=(), text="", token_ids=PROMPT, ground_truth="", extra_info={}
-    )
+    return Prompt(id=number, source="", messages=(), text="", token_ids=PROMPT, ground_truth="", extra_info={})
 
 
 async def _forever(step: Callable[[], Awaitable[Any]]) -> None:
@@ -320,6 +336,7 @@ def run(given: argparse.Namespace) -> None:
         f"{given.n} a group, {given.seconds:g} s, {given.buckets} buckets a weight sync"
     )
     print(head(NAMES))
+    gc.set_threshold(COLLECT_AT)  # as a run does
     for engines in given.engines:
         if given.ray:
             with ray_cluster(Config()):
