@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSize:
@@ -27,7 +29,7 @@ class FleetCapacity:
     KEEP = 0.999  # decay of earlier observations per response
 
     def __init__(self, engines: Sequence[EngineSize]) -> None:
-        self.engines = tuple(engines)
+        self.engines = engines
         # Before the first response has ended, assume that responses fill the window.
         window = max((engine.window for engine in engines), default=0)
         self._time, self._area = float(window), window * window / 2
@@ -40,6 +42,18 @@ class FleetCapacity:
         self._count, self._seconds = self.KEEP * self._count + 1, self.KEEP * self._seconds + seconds
 
     @property
+    def engines(self) -> tuple[EngineSize, ...]:
+        return self._engines
+
+    @engines.setter
+    def engines(self, engines: Sequence[EngineSize]) -> None:
+        self._engines = tuple(engines)
+        self._sequences, self._kv_tokens = (
+            np.array([getattr(engine, name) for engine in engines], dtype=np.int64)
+            for name in ("sequences", "kv_tokens")
+        )
+
+    @property
     def response_s(self) -> float:
         """Mean seconds of a response on its engine; 0 before the first has ended."""
         return self._seconds / self._count if self._count else 0.0
@@ -47,9 +61,7 @@ class FleetCapacity:
     @property
     def responses(self) -> int:
         """Number of responses that all engines together run at once; at least one per engine."""
-        return sum(self._of(engine) for engine in self.engines)
-
-    def _of(self, engine: EngineSize) -> int:
-        if not engine.kv_tokens or not self._area:
-            return engine.sequences
-        return max(1, min(engine.sequences, int(engine.kv_tokens * self._time / self._area)))
+        if not self._area:
+            return int(self._sequences.sum())
+        fits = np.maximum(self._kv_tokens * self._time / self._area, 1.0).astype(np.int64)
+        return int(np.where(self._kv_tokens > 0, np.minimum(fits, self._sequences), self._sequences).sum())

@@ -3,9 +3,11 @@ engine repeats the responses of a lost one from the same seeds, with the same re
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,7 @@ class RolloutPool:
         self._slots, self.tokens_per_s = self.keeper.slots, self.keeper.tokens_per_s
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
+        self._left = Counter[bool]()  # responses that have not ended, of groups in the background and of others
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last prompt, for canaries
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # processes of one engine; why no engine may serve now
@@ -176,16 +179,16 @@ class RolloutPool:
         Background groups do not count: they end before the engine takes what waits for their slots."""
         if not self.awake:
             return 0
-        there = sum(slot.serving for slot in self._slots) or 1  # if none serves, one is about to
-        load = sum(len(group.left) for group in self._groups.values() if not group.background)
-        return max(0, (self._slots_of(there) + there * n - load) // n)
+        room = lambda engines: (self._slots_of(engines) + engines * n - self._left[False]) // n  # noqa: E731
+        if room(len(self._slots)) <= 0:  # the most frequent case
+            return 0
+        return max(0, room(sum(slot.serving for slot in self._slots) or 1))  # if none serves, one is about to
 
     @property
     def spare(self) -> int:
         """Number of background responses that may start, in slots that are free now."""
         there = sum(slot.serving for slot in self._slots)
-        load = sum(len(group.left) for group in self._groups.values())
-        return max(0, self._slots_of(there) - load)
+        return max(0, self._slots_of(there) - self._left.total())
 
     @property
     def serving(self) -> bool:
@@ -199,6 +202,7 @@ class RolloutPool:
         left = {number: Unfinished(seed=seed) for number, seed in enumerate(request.seeds)}
         group = self._groups[key] = RunningGroup(left=left, background=request.background, prefix=prefix or Prefix())
         self._prompt = prompt
+        self._left[group.background] += len(left)
         try:
             while left and (slot := await self._slot(group)) is not None:
                 group.runs_on(slot)
@@ -206,32 +210,37 @@ class RolloutPool:
                     async with aclosing(self._from(slot, key, prompt, request.sampling, left)) as parts:
                         async for number, part in parts:
                             if (response := group.take(number, part)) is not None:
+                                self._left[group.background] -= 1
                                 self._fleet.observe(len(prompt), len(response.token_ids), response.seconds)
                                 yield number, response
                 except WorkerLost:
                     slot.serving = False  # its watch task handles the loss
                 group.home = None
+            self._left[group.background] -= len(left)
             for number, response in group.rest():
                 yield number, response
         finally:
             del self._groups[key]
+            self._left[group.background] -= len(left)
             if group.home is not None:  # the caller stopped early
                 abort_in_background(key, *group.home, self._cfg.timeout_s)
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
         """Waits for a serving engine; None if the group is aborted. Background groups avoid lent engines, which may
         sleep before they end. Otherwise prefers the engine that has the prefix, then the least loaded one."""
-        prefers = lambda slot: (slot.lent and group.background, slot.number != group.prefix.engine, slot.load)  # noqa: E731
+        home = group.prefix.engine
+        prefers = lambda slot: (slot.lent, slot.number != home, slot.load)  # noqa: E731
         while not group.aborted:
             if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
-            # An evaluation is of one version, which an engine outside of the cluster may not have yet.
-            if serving := [
-                slot
-                for slot in self._slots
-                if slot.serving and not (group.background and slot.outside and slot.version != self._version)
-            ]:
-                return min(serving, key=prefers)
+            if home >= 0 and self._slots[home].serving and not group.background:
+                return self._slots[home]
+            if serving := [slot for slot in self._slots if slot.serving]:
+                if not group.background:
+                    return min(serving, key=attrgetter("load"))
+                # An evaluation is of one version, which an engine outside of the cluster may not have yet.
+                if current := [slot for slot in serving if not slot.outside or slot.version == self._version]:
+                    return min(current, key=prefers)
             if not self.awake:  # without a deadline: the driver decides
                 await self.keeper.changed.wait()
                 continue

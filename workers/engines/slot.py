@@ -18,7 +18,7 @@ from dapo.workers.engines.outside import OutsideWorker
 from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.remote import RemoteError, WorkerLost, wait
 
-PULSE_S = 0.5  # between two pulses
+PULSE_S, PULSES_PER_S = 0.5, 2048  # between two pulses of an engine, at least; of all engines together, at most
 KNOCK_S = 10.0  # a wait for an engine outside of the cluster, after which those refused are told
 LEAVES = "it is told to end where it runs"
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it
@@ -49,13 +49,14 @@ class EngineSlot:
         self.number = number
         self.lent, self.outside = lent, outside
         self._count = count
+        self.pulse_s = max(PULSE_S, count / PULSES_PER_S)
         self.load = 0
         self.size: EngineSize | None = None
         self.serving = self.leaving = self.gone = False
         self.version = 0
         self.node = ""
         self.proven, self.rested = True, False
-        self.restarts = self.compared = 0
+        self.restarts = self.compared = self.life = 0
         self._options, self._beside_ranks = options, options.get("num_gpus", 1) < 1
         self._as_before: dict[str, int] = {}  # vLLM arguments for a restart
         self._cfg = cfg
@@ -129,7 +130,7 @@ class EngineSlot:
         limit = self._cfg.stall_timeout_s
         missed = 0
         while missed < MISSED:
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(self.pulse_s)
             try:
                 if stands_still := await self.stands_still(limit / MISSED, limit):
                     return stands_still

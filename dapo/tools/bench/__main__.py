@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
     _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
     _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
+    _driver(
+        command("driver", "driver", "run", "the driver of a large fleet, against engines that sleep", overrides=False)
+    )
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
 
@@ -100,6 +103,17 @@ def _sync(sync: argparse.ArgumentParser) -> None:
     sync.add_argument("--bucket-mib", type=positive, default=256)
     sync.add_argument("--turns", type=positive, default=3, help="of each transport")
     sync.add_argument("--syncs", type=positive, default=2, help="counted syncs of a turn")
+
+
+def _driver(driver: argparse.ArgumentParser) -> None:
+    driver.add_argument("--engines", type=positive, nargs="+", default=[16, 256, 4096], help="sizes of the fleet")
+    driver.add_argument("--slots", type=positive, default=64, help="responses that an engine runs at once")
+    driver.add_argument("--n", type=positive, default=16, help="responses per prompt")
+    driver.add_argument("--tokens", type=positive, default=5000, help="of a response, on average")
+    driver.add_argument("--tokens-per-s", type=float, default=60.0, help="speed of one slot")
+    driver.add_argument("--buckets", type=positive, default=32, help="of a weight sync")
+    driver.add_argument("--seconds", type=float, default=60.0, help="measured ones, of the engines' time")
+    driver.add_argument("--ray", action="store_true", help="engines and reward workers are Ray actors, time is real")
 
 
 def positive(word: str) -> int:

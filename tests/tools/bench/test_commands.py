@@ -94,6 +94,19 @@ def test_options_of_sync_become_a_configuration_that_the_checks_accept(tmp_path:
         to_config(parse(["sync", "--ranks", "2", "--colocate", "--device", "cuda"]), str(tmp_path))
 
 
+def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver keeps all slots of both fleets full, and is idle most of the time."""
+    main("driver --engines 2 4 --slots 16 --n 4 --tokens 50 --tokens-per-s 10 --seconds 20 --buckets 2".split())
+    [rows] = tables(capsys.readouterr().out)
+    assert [row["engines"] for row in rows] == ["2", "4"]
+    for row in rows:
+        engines, responses = int(row["engines"]), float(row["responses/s"])
+        assert responses == pytest.approx(16 * engines / 5, rel=0.5)
+        assert float(row["groups/s"]) * 4 == pytest.approx(responses, abs=0.3)
+        assert float(row["pulses/s"]) == 2 * engines
+        assert 0 < float(row["CPU s per s"]) < 1 and float(row["engines of one core"]) > engines
+
+
 @pytest.fixture
 def shared_engines(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a benchmark in this process use the engines of the runs in it, which live in one event loop."""
