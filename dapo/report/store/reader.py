@@ -146,6 +146,13 @@ class Reader:
             found.setdefault(name, {})[step] = value
         return found
 
+    def drawn(self, since: int) -> Rows:
+        """Groups from step `since` on: fate, and tokens, accuracies and seconds of their responses."""
+        lists = ", ".join(f"json_group_array(responses.{name}) AS {name}" for name in ("tokens", "accuracy", "seconds"))
+        query = f"SELECT fate, {lists} FROM groups JOIN responses USING (draw) WHERE step >= ? GROUP BY draw"
+        return [{name: value if name == "fate" else json.loads(value) for name, value in row.items()}
+                for row in self._all(query, since)]
+
     def responses(self) -> int:
         return self._number("SELECT coalesce(sum(responses), 0) FROM groups")
 

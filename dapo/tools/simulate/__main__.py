@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.ground.table import head, row
-from dapo.tools.simulate.fleet import Workload
+from dapo.tools.simulate.fleet import Preemption, Workload
 from dapo.tools.simulate.strategies import Scenario, Simulation, barrier, first_finished, later, streaming
 
 STRATEGIES: dict[str, Callable[[Scenario], Simulation]] = {
@@ -36,13 +36,14 @@ def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
             batch=given.batch,
             sync=given.sync_s * given.tokens_per_s,
             steps=given.steps,
+            crowding=given.crowding,
         )
         if given.update_s is None:
             generation = later(streaming(scenario).generation)
             update = generation * given.update_share / (1 - given.update_share)
         else:
             update = given.update_s * given.tokens_per_s
-        yield replace(scenario, update=update)
+        yield replace(scenario, update=update, preemption=preemption_of(given, given.tokens_per_s))
 
 
 def rows(given: argparse.Namespace) -> Iterator[list[str]]:
@@ -64,7 +65,7 @@ def rows(given: argparse.Namespace) -> Iterator[list[str]]:
             ]
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
@@ -73,25 +74,44 @@ def _at_least(least: int) -> Callable[[str], int]:
     return whole
 
 
+def add_preemption(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--lost", type=_share, default=0.0, help="share of time that an engine is preempted, 0 to 0.9")
+    parser.add_argument("--notice-s", type=float, default=0.0, help="before an engine is lost; 0: its tokens are too")
+    parser.add_argument("--back-s", type=float, default=60.0, help="until it is back and serves")
+
+
+def preemption_of(given: argparse.Namespace, tokens_per_s: float) -> Preemption | None:
+    times = {"back": given.back_s * tokens_per_s, "notice": given.notice_s * tokens_per_s}
+    return Preemption(lost=given.lost, **times) if given.lost else None
+
+
+def _share(text: str) -> float:
+    if not 0 <= float(text) <= 0.9:
+        raise argparse.ArgumentTypeError(f"{text} must be between 0 and 0.9")
+    return float(text)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dapo simulate", description=__doc__.splitlines()[0])
-    names, count = list(STRATEGIES), _at_least(1)
+    names, count = list(STRATEGIES), at_least(1)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
     parser.add_argument("--engines", type=count, default=16)
     parser.add_argument("--slots", type=count, nargs="+", default=[64], help="responses that an engine runs at once")
     parser.add_argument("--batch", type=count, default=512, help="mixed groups per update")
-    parser.add_argument("--n", type=_at_least(2), default=16, help="responses per prompt")
+    parser.add_argument("--n", type=at_least(2), default=16, help="responses per prompt")
     parser.add_argument("--median", type=float, default=3000.0, help="of the response length, in tokens")
     parser.add_argument("--sigma", type=float, default=0.9, help="of the log of the response length")
     parser.add_argument("--cap", type=count, default=20480, help="longest response, in tokens")
     parser.add_argument("--wrong-longer", type=float, default=1.0, help="factor on the length of wrong responses")
     parser.add_argument("--tokens-per-s", type=float, default=30.0, help="speed of one slot")
+    parser.add_argument("--crowding", type=float, default=0.0, help="share of a token's time that ...")
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
-    parser.add_argument("--steps", type=_at_least(2), default=20, help="the first one is not counted")
+    parser.add_argument("--steps", type=at_least(2), default=20, help="the first one is not counted")
     parser.add_argument("--seed", type=int, default=0)
+    add_preemption(parser)
     return parser
 
 

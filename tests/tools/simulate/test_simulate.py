@@ -113,9 +113,8 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        index, _, complete = fleet.step()
-        if complete:
-            ends[index] = fleet.now
+        if (ended := fleet.step()) and ended[2]:
+            ends[ended[0]] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
     assert ends == {0: 9, 1: 30, 2: 23}
     assert fleet.busy == sum(sum(each) for each in lengths.values())
