@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     command = parser()
-    given = command.parse_args(arguments)
+    given = command.parse_intermixed_args(arguments)
     if given.advice == (given.engines is not None):
         command.error("give either engines=N or --advice")
     if given.price_per_rank_hour and given.price_per_engine_hour is None:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given.advice:
             prices = given.price_per_engine_hour, given.price_per_rank_hour
-            print(advice(given.run, given.among, *prices, preemption_of(given, 1.0)))
+            print(advice(given.run, given.among, *prices, preemption_of(given)))
         else:
             want_engines(given.run, given.engines)
             print(f"{given.run}: {given.engines} engines are wanted; the run tells when they have joined or left")

@@ -147,11 +147,11 @@ class Reader:
         return found
 
     def drawn(self, since: int) -> Rows:
-        """Groups from step `since` on: fate, and tokens, accuracies and seconds of their responses."""
-        lists = ", ".join(f"json_group_array(responses.{name}) AS {name}" for name in ("tokens", "accuracy", "seconds"))
-        query = f"SELECT fate, {lists} FROM groups JOIN responses USING (draw) WHERE step >= ? GROUP BY draw"
-        return [{name: value if name == "fate" else json.loads(value) for name, value in row.items()}
-                for row in self._all(query, since)]
+        """Groups from step `since` on: step, fate, and tokens, accuracies and seconds of their responses."""
+        names = ("tokens", "accuracy", "seconds")
+        lists = ", ".join(f"json_group_array(responses.{name}) AS {name}" for name in names)
+        query = f"SELECT step, fate, {lists} FROM groups JOIN responses USING (draw) WHERE step >= ? GROUP BY draw"
+        return [row | {name: json.loads(row[name]) for name in names} for row in self._all(query, since)]
 
     def responses(self) -> int:
         return self._number("SELECT coalesce(sum(responses), 0) FROM groups")

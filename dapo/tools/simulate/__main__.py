@@ -6,6 +6,7 @@ for whole batches and to taking what finishes first. Prints step time, idle shar
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ COLUMNS = (
 )
 
 
-def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
+def scenarios(given: argparse.Namespace) -> Iterator[tuple[float, Scenario]]:
     shared = {name: getattr(given, name) for name in ("n", "median", "sigma", "cap", "wrong_longer", "seed")}
     for slots, rate in itertools.product(given.slots, given.rate):
         scenario = Scenario(
@@ -43,18 +44,18 @@ def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
             update = generation * given.update_share / (1 - given.update_share)
         else:
             update = given.update_s * given.tokens_per_s
-        yield replace(scenario, update=update, preemption=preemption_of(given, given.tokens_per_s))
+        yield rate, replace(scenario, update=update, preemption=preemption_of(given).times(given.tokens_per_s))
 
 
 def rows(given: argparse.Namespace) -> Iterator[list[str]]:
-    for scenario in scenarios(given):
+    for rate, scenario in scenarios(given):
         strict = streaming(scenario)
         for name in given.strategies:
             run = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
             generation, step = later(run.generation), later(run.steps)
             yield [
                 name,
-                f"{scenario.workload.rate:g}",
+                f"{rate:g}",
                 f"{scenario.engines} x {scenario.slots}",
                 f"{generation / given.tokens_per_s:.0f}",
                 f"{step / given.tokens_per_s:.0f}",
@@ -76,13 +77,13 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def add_preemption(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--lost", type=_share, default=0.0, help="share of time that an engine is preempted, 0 to 0.9")
-    parser.add_argument("--notice-s", type=float, default=0.0, help="before an engine is lost; 0: its tokens are too")
+    parser.add_argument("--notice-s", type=float, default=0.0, help="before an engine is lost; 0: so are its tokens")
     parser.add_argument("--back-s", type=float, default=60.0, help="until it is back and serves")
 
 
-def preemption_of(given: argparse.Namespace, tokens_per_s: float) -> Preemption | None:
-    times = {"back": given.back_s * tokens_per_s, "notice": given.notice_s * tokens_per_s}
-    return Preemption(lost=given.lost, **times) if given.lost else None
+def preemption_of(given: argparse.Namespace) -> Preemption:
+    """In seconds."""
+    return Preemption(lost=given.lost, back=given.back_s, notice=given.notice_s)
 
 
 def _share(text: str) -> float:
@@ -105,7 +106,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cap", type=count, default=20480, help="longest response, in tokens")
     parser.add_argument("--wrong-longer", type=float, default=1.0, help="factor on the length of wrong responses")
     parser.add_argument("--tokens-per-s", type=float, default=30.0, help="speed of one slot")
-    parser.add_argument("--crowding", type=float, default=0.0, help="share of a token's time that ...")
+    parser.add_argument(
+        "--crowding", type=float, default=0.0, help="share of the time per token that an engine with one response saves"
+    )
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
@@ -118,8 +121,11 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     given = parser().parse_args()
     print(head(COLUMNS))
-    for cells in rows(given):
-        print(row(cells), flush=True)
+    try:
+        for cells in rows(given):
+            print(row(cells), flush=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How many engines? Simulates a run with other numbers of engines, from what it has recorded (`dapo scale --advice`).
 
-    lengths, verdicts of groups ─▶ draws, resampled ─┐
-    seconds of responses ────────▶ speed of a slot ──┼─▶ `streaming`, per number of engines ─▶ table
-    update, sync, the rest of a step ────────────────┘
+lengths, verdicts of groups ─▶ draws, resampled ─┐
+seconds of responses ────────▶ speed of a slot ──┼─▶ `streaming`, per number of engines ─▶ table
+update, sync, the rest of a step ────────────────┘
 """
 
 from collections import Counter
@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from dapo.algorithm.fate import TRAINED
 from dapo.ground.table import table
 from dapo.report.store.reader import Reader, Rows
-from dapo.tools.simulate.fleet import Attempt, Preemption, Recorded
+from dapo.tools.simulate.fleet import ALWAYS, Attempt, Preemption, Recorded
 from dapo.tools.simulate.strategies import Scenario, Simulation, later, streaming
 
-NEWEST, LEAST = 20, 5  # steps of the run that count
-SIMULATED = 30  # steps
+NEWEST, LEAST = 50, 5  # steps of the run that count
 TIMES = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)  # numbers of engines, against that of the run
-CROWDING = tuple(tenths / 10 for tenths in range(10))
+CROWDING = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 BINS = 8  # of the lengths
 NEAR = 1.02  # so much slower than the fastest is as fast
 MAX_NUM_SEQS = 256  # vLLM's, where the configuration does not say it
@@ -46,7 +45,7 @@ class Model:
     staleness: int
     admission: str
 
-    def run(self, engines: int, preemption: Preemption | None = None) -> Simulation:
+    def run(self, engines: int, preemption: Preemption = ALWAYS) -> Simulation:
         scenario = replace(self.scenario, engines=engines, preemption=preemption)
         return streaming(scenario, max_staleness=self.staleness, admission=self.admission)
 
@@ -57,7 +56,9 @@ def model_of(run: Path) -> Model:
         starts, found = store.starts(), store.metrics(*NEEDED, "perf/engine/[0-9]*/tokens_per_s")
         cfg = starts[-1]["config"] if starts else {}
         if not cfg or cfg["trainer"]["colocate"] != "none":
-            raise ValueError(f"{run} has no engines with GPUs of their own (`trainer.colocate=none`): nothing to advise")
+            raise ValueError(
+                f"{run} has no engines with GPUs of their own (`trainer.colocate=none`): nothing to advise"
+            )
         if missing := [name for name in NEEDED if name not in found]:
             raise ValueError(f"{run} has no {', '.join(missing)} in its record: nothing to advise")
         engines = Counter(step for name, of_step in found.items() if name not in NEEDED for step in of_step)
@@ -66,10 +67,10 @@ def model_of(run: Path) -> Model:
         steps = [step for step in whole if engines[step] == engines[whole[-1]]][-NEWEST:]
         if len(steps) < LEAST:
             raise ValueError(
-                f"{run} has {len(steps)} steps with its present number of engines, without the first step; advice needs "
-                f"{LEAST}: let it go on"
+                f"{run} has {len(steps)} steps with its present number of engines, without the first step, and advice "
+                f"needs {LEAST}: let it go on"
             )
-        draws = store.drawn(steps[0])
+        draws = [row for row in store.drawn(steps[0]) if row["step"] in steps]
     measured = {name: median(found[name][step] for step in steps) for name in NEEDED}
     slots = int(cfg["rollout"]["vllm"].get("max_num_seqs") or MAX_NUM_SEQS)
     held = measured[CACHE] * engines[steps[0]]  # cache that the running responses use
@@ -78,7 +79,7 @@ def model_of(run: Path) -> Model:
         engines=engines[steps[0]],
         slots=max(1, min(slots, int(measured[RUNNING] / held))) if held else slots,
         batch=cfg["data"]["train_batch_size"],
-        steps=SIMULATED,
+        steps=1 + NEWEST,
         in_flight=cfg["data"]["gen_batch_size"],
         filtered=cfg["filter_groups"]["enable"],
     )
@@ -95,10 +96,11 @@ def model_of(run: Path) -> Model:
 
 
 def _attempt(row: dict[str, Any]) -> Attempt:
-    """Which responses of a usable group are right matters only in that not all are."""
-    accuracies = [accuracy or 0.0 for accuracy in row["accuracy"]]
-    least = min(accuracies)
-    return Attempt(tuple(row["tokens"]), tuple(row["fate"] == TRAINED and each > least for each in accuracies))
+    """A group that was trained on is mixed here, whatever made it usable, and no other is."""
+    trained, accuracies = row["fate"] == TRAINED, [accuracy or 0.0 for accuracy in row["accuracy"]]
+    right = [trained and each > min(accuracies) for each in accuracies]
+    right[0] |= trained and not any(right)
+    return Attempt(tuple(row["tokens"]), tuple(right))
 
 
 def _fitted(model: Model, measured: Mapping[str, float], draws: Rows) -> Model:
@@ -123,8 +125,8 @@ def _fitted(model: Model, measured: Mapping[str, float], draws: Rows) -> Model:
 
 
 def _timed(model: Model, update_s: float, sync_s: float, crowding: float) -> Model:
-    times = {"update": update_s / model.token_s, "sync": sync_s / model.token_s}
-    return replace(model, scenario=replace(model.scenario, crowding=crowding, **times))
+    update, sync = update_s / model.token_s, sync_s / model.token_s
+    return replace(model, scenario=replace(model.scenario, crowding=crowding, update=update, sync=sync))
 
 
 def _curve(ended: Sequence[tuple[int, float]], edges: NDArray[Any]) -> NDArray[Any]:
@@ -134,17 +136,12 @@ def _curve(ended: Sequence[tuple[int, float]], edges: NDArray[Any]) -> NDArray[A
     return np.bincount(bins, times, len(edges) + 1) / np.maximum(1, np.bincount(bins, minlength=len(edges) + 1))
 
 
-def advice(
-    run: Path, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption | None
-) -> str:
+def advice(run: Path, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption) -> str:
     """price, rank_price: per hour; price None: the cost is in engine hours. preemption: in seconds."""
     model = model_of(run)
     own, token_s = model.scenario.engines, model.token_s
     among = among or sorted({max(1, round(own * factor)) for factor in TIMES})
-    if preemption:
-        seconds = {"back": preemption.back / token_s, "notice": preemption.notice / token_s}
-        preemption = replace(preemption, **seconds)
-    runs = {engines: model.run(engines, preemption) for engines in among}
+    runs = {engines: model.run(engines, preemption.times(1 / token_s)) for engines in among}
     times = {engines: later(done.steps) * model.token_s for engines, done in runs.items()}
     hours = {engines: time / 3600 / model.scenario.batch for engines, time in times.items()}  # of a group
     costs = {

@@ -6,8 +6,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,17 +44,20 @@ class Workload:
         whole = np.clip(lengths, 1, self.cap).astype(int).tolist()
         return [Attempt(tuple(row), tuple(each)) for row, each in zip(whole, is_right.tolist(), strict=True)]
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """Draws of a run, of n responses each, resampled."""
+    """Draws of a run, of n responses each, in random order: all once before any comes again."""
 
     n: int
     draws: "tuple[Attempt, ...]"
     seed: int = 0
 
     def chunk(self, version: int, chunk: int) -> "list[Attempt]":
-        rng = np.random.default_rng((self.seed, version, chunk))
-        return [self.draws[place] for place in rng.integers(len(self.draws), size=CHUNK)]
+        size, places = len(self.draws), range(chunk * CHUNK, (chunk + 1) * CHUNK)
+        rounds = range(places[0] // size, places[-1] // size + 1)
+        order = {number: np.random.default_rng((self.seed, number)).permutation(size) for number in rounds}
+        return [self.draws[order[place // size][place % size]] for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +98,24 @@ class Preemption:
     return. notice: of a loss; meanwhile the engine takes no draw, and then others continue its responses. 0: untold,
     others repeat them."""
 
-    lost: float
-    back: float
+    lost: float = 0.0
+    back: float = 0.0
     notice: float = 0.0
     seed: int = 0
 
+    def times(self, factor: float) -> "Preemption":
+        return replace(self, back=self.back * factor, notice=self.notice * factor)
 
-Left = tuple[int, int, int]  # a response that is not finished: draw, sample, tokens left
+
+ALWAYS = Preemption()  # no engine loses its place
+
+
+class Left(NamedTuple):
+    """A response that is not finished. tokens: that it lacks."""
+
+    draw: int
+    sample: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -131,22 +146,20 @@ class Engine:
     def fill(self) -> None:
         while self.waits and len(self.runs) < self.slots:
             left = self.waits.popleft()
-            heapq.heappush(self.runs, (self.clock + left[2], left))
+            heapq.heappush(self.runs, (self.clock + left.tokens, left))
 
     def next_end(self) -> float:
         return self.since + (self.runs[0][0] - self.clock) * self.pace() if self.runs else math.inf
 
-    def missing(self, end: float) -> int:
-        """Tokens that a running response still lacks."""
-        return math.ceil(end - self.clock - 1e-6)
+    def unfinished(self) -> list[Left]:
+        """What the running responses lack now."""
+        return [left._replace(tokens=math.ceil(end - self.clock - 1e-6)) for end, left in self.runs]
 
 
 class Fleet:
     """Engines with slots and a queue each. Time is in tokens of one slot of a full engine."""
 
-    def __init__(
-        self, *, engines: int, slots: int, crowding: float = 0.0, preemption: Preemption | None = None
-    ) -> None:
+    def __init__(self, *, engines: int, slots: int, crowding: float = 0.0, preemption: Preemption = ALWAYS) -> None:
         self.now = 0.0
         self.busy = 0.0  # slot-time in use
         self.there = 0.0  # slot-time of engines that have a place
@@ -161,9 +174,8 @@ class Fleet:
         self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
         self._left: dict[int, int] = {}  # unfinished responses of a draw
         self._made: dict[int, int] = {}  # tokens of finished responses of unfinished draws
-        self._preemption = preemption or Preemption(lost=0.0, back=0.0)
-        self._rng = np.random.default_rng(self._preemption.seed)
-        for number in range(engines if self._preemption.lost else 0):
+        self._preemption, self._rng = preemption, np.random.default_rng(preemption.seed)
+        for number in range(engines if preemption.lost else 0):
             self._stay(number)
 
     @property
@@ -180,11 +192,11 @@ class Fleet:
         """Sends all responses of a draw to the least loaded engine."""
         self._lengths[index], self._left[index], self._made[index] = lengths, len(lengths), 0
         self.in_flight += len(lengths)
-        self._place((index, sample, length) for sample, length in enumerate(lengths))
+        self._place(Left(index, sample, length) for sample, length in enumerate(lengths))
 
     def _place(self, responses: Iterable[Left]) -> None:
         """Those of a draw stay together."""
-        for _, of_draw in groupby(responses, key=lambda left: left[0]):
+        for _, of_draw in groupby(responses, key=lambda left: left.draw):
             if self.serving:
                 number = int(self._loads.argmin())
                 self._settle(number).waits.extend(of_draw)
@@ -209,7 +221,8 @@ class Fleet:
         self._running += len(engine.runs)
         if (end := engine.next_end()) != engine.end:
             engine.end = end
-            heapq.heappush(self._events, (end, True, number))
+            if engine.runs:
+                heapq.heappush(self._events, (end, True, number))
 
     def advance(self, now: float) -> None:
         """Advances the time, at most to the next event."""
@@ -235,7 +248,7 @@ class Fleet:
         if not ends:
             self._change(number)
             return None
-        _, (index, sample, _) = heapq.heappop(engine.runs)
+        index, sample, _ = heapq.heappop(engine.runs)[1]
         engine.end = math.inf
         self._resume(number)
         self.in_flight -= 1
@@ -250,6 +263,7 @@ class Fleet:
         engine = self._engines[number]
         if not engine.placed:
             engine.placed, self._placed = True, self._placed + 1
+            engine.serves, self.serving = True, self.serving + 1
             self._stay(number)
         elif engine.serves and engine.runs and self._preemption.notice:
             self._stop(number)
@@ -263,7 +277,6 @@ class Fleet:
 
     def _stay(self, number: int) -> None:
         plan = self._preemption
-        self._engines[number].serves, self.serving = True, self.serving + 1
         self._due(number, max(0.0, self._rng.exponential(plan.back / plan.lost - plan.back) - plan.notice))
 
     def _stop(self, number: int) -> None:
@@ -274,10 +287,11 @@ class Fleet:
     def _lose(self, number: int) -> None:
         """The engine was told if it does not serve any more."""
         engine = self._engines[number]
-        left = [(*which, engine.missing(end)) for end, (*which, _) in engine.runs]
+        left = engine.unfinished()
         if engine.serves:
-            self.repeated += sum(tokens for _, (*_, tokens) in engine.runs) - sum(missing for *_, missing in left)
-            left = [response for _, response in engine.runs]
+            begun = [response for _, response in engine.runs]
+            self.repeated += sum(each.tokens for each in begun) - sum(each.tokens for each in left)
+            left = begun
         self._stop(number)
         engine.placed, self._placed = False, self._placed - 1
         left += engine.waits
@@ -293,18 +307,17 @@ class Fleet:
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws, running or waiting, and returns the tokens of the unfinished ones."""
         gone = {index for index in indices if index in self._left}
-        left = [response for response in self._homeless if response[0] in gone]
-        self._homeless = [response for response in self._homeless if response[0] not in gone]
+        left = [each for each in self._homeless if each.draw in gone]
+        self._homeless = [each for each in self._homeless if each.draw not in gone]
         for number in range(len(self._engines)):
             engine = self._settle(number)
-            left += [(*which, engine.missing(end)) for end, (*which, _) in engine.runs if which[0] in gone]
-            left += [response for response in engine.waits if response[0] in gone]
-            engine.runs = [run for run in engine.runs if run[1][0] not in gone]
+            left += [each for each in (*engine.unfinished(), *engine.waits) if each.draw in gone]
+            engine.runs = [run for run in engine.runs if run[1].draw not in gone]
             heapq.heapify(engine.runs)
-            engine.waits = deque(response for response in engine.waits if response[0] not in gone)
+            engine.waits = deque(each for each in engine.waits if each.draw not in gone)
             self._resume(number)
         made = sum(self._made[index] for index in gone)
-        made += sum(self._lengths[index][sample] - missing for index, sample, missing in left)
+        made += sum(self._lengths[each.draw][each.sample] - each.tokens for each in left)
         self.in_flight -= sum(self._left.pop(index) for index in gone)
         for index in gone:
             del self._made[index], self._lengths[index]

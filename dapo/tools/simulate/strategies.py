@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.tools.simulate.fleet import Attempt, Draws, Fleet, Preemption, Recorded, Workload
+from dapo.tools.simulate.fleet import ALWAYS, Attempt, Draws, Fleet, Preemption, Recorded, Workload
 from dapo.types import Draw, Group, Prompt, Score
 
+HOPELESS = 20
 FACTOR = 3  # times the batch, for strategies with a fixed number of draws
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 RIGHT, WRONG = (
@@ -35,7 +36,7 @@ class Scenario:
     in_flight: int = 0
     filtered: bool = True
     crowding: float = 0.0
-    preemption: Preemption | None = None
+    preemption: Preemption = ALWAYS
 
 
 def later(times: Sequence[float]) -> float:
@@ -66,6 +67,7 @@ class Simulation:
         self._began: dict[int, float] = {}
         self._following = 0  # the next draw of `start_next`
         self._ends = [0.0]
+        self._started_tokens = 0
         self._wasted_tokens = 0
         self._generated_tokens = 0
 
@@ -77,6 +79,7 @@ class Simulation:
     def start(self, index: int) -> None:
         self.attempts[index] = self._draws.attempt(index, self.version)
         self.started.append(self.attempts[index])
+        self._started_tokens += self.attempts[index].tokens
         self._began[index] = self.fleet.now
         self.fleet.submit(index, self.attempts[index].lengths)
 
@@ -88,7 +91,12 @@ class Simulation:
         return batch
 
     def step(self) -> tuple[int, int, bool] | None:
-        """See `Fleet.step`."""
+        """See `Fleet.step`. Raises ValueError if hardly a response ends before its engine is lost."""
+        if self.fleet.repeated > HOPELESS * self._started_tokens:
+            raise ValueError(
+                f"engines are lost so often that each token is generated {HOPELESS} times; give a longer notice, a "
+                "later return (for the same share they are lost less often), or a smaller share"
+            )
         if (ended := self.fleet.step()) is None:
             return None
         index, sample, complete = ended
