@@ -6,6 +6,7 @@ for whole batches and to taking what finishes first. Prints step time, idle shar
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +38,6 @@ def scenarios(given: argparse.Namespace) -> Iterator[tuple[float, Scenario]]:
             batch=given.batch,
             sync=given.sync_s * given.tokens_per_s,
             steps=given.steps,
-            crowding=given.crowding,
         )
         if given.update_s is None:
             generation = later(streaming(scenario).generation)
@@ -76,9 +76,10 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_preemption(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--lost", type=_share, default=0.0, help="share of time that an engine is preempted, 0 to 0.9")
-    parser.add_argument("--notice-s", type=float, default=0.0, help="before an engine is lost; 0: so are its tokens")
-    parser.add_argument("--back-s", type=float, default=60.0, help="until it is back and serves")
+    share, notice, back = _between(0, 0.9), _between(0), _between(0.1)
+    parser.add_argument("--lost", type=share, default=0.0, help="share of time that an engine is preempted")
+    parser.add_argument("--notice-s", type=notice, default=0.0, help="before an engine is lost; 0: so are its tokens")
+    parser.add_argument("--back-s", type=back, default=60.0, help="until it is back and serves")
 
 
 def preemption_of(given: argparse.Namespace) -> Preemption:
@@ -86,10 +87,13 @@ def preemption_of(given: argparse.Namespace) -> Preemption:
     return Preemption(lost=given.lost, back=given.back_s, notice=given.notice_s)
 
 
-def _share(text: str) -> float:
-    if not 0 <= float(text) <= 0.9:
-        raise argparse.ArgumentTypeError(f"{text} must be between 0 and 0.9")
-    return float(text)
+def _between(least: float, most: float = math.inf) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not least <= float(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be between {least:g} and {most:g}")
+        return float(text)
+
+    return number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,9 +110,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cap", type=count, default=20480, help="longest response, in tokens")
     parser.add_argument("--wrong-longer", type=float, default=1.0, help="factor on the length of wrong responses")
     parser.add_argument("--tokens-per-s", type=float, default=30.0, help="speed of one slot")
-    parser.add_argument(
-        "--crowding", type=float, default=0.0, help="share of the time per token that an engine with one response saves"
-    )
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")

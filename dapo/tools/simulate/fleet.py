@@ -121,8 +121,8 @@ class Left(NamedTuple):
 @dataclass(slots=True)
 class Engine:
     """crowding: share of its time per token that shrinks with the number of its responses. clock: tokens of a slot so
-    far, at time `since`. runs: heap of (end on `clock`, and what was left when it began here). serves: takes draws.
-    change: when its place changes. end: of its next response."""
+    far, at time `since`. runs: heap of (end on `clock`, and what was left when it began here). change: when its place
+    changes. end: of its next response."""
 
     slots: int
     crowding: float
@@ -130,7 +130,6 @@ class Engine:
     since: float = 0.0
     runs: list[tuple[float, Left]] = field(default_factory=list)
     waits: deque[Left] = field(default_factory=deque)
-    serves: bool = True
     placed: bool = True
     change: float = math.inf
     end: float = math.inf
@@ -164,7 +163,6 @@ class Fleet:
         self.busy = 0.0  # slot-time in use
         self.there = 0.0  # slot-time of engines that have a place
         self.in_flight = 0  # responses submitted and not finished
-        self.serving = engines
         self.repeated = 0  # tokens lost with an engine
         self._slots, self._running, self._placed = slots, 0, engines
         self._engines = [Engine(slots, crowding) for _ in range(engines)]
@@ -177,6 +175,11 @@ class Fleet:
         self._preemption, self._rng = preemption, np.random.default_rng(preemption.seed)
         for number in range(engines if preemption.lost else 0):
             self._stay(number)
+
+    @property
+    def serving(self) -> int:
+        """Number of engines that take draws."""
+        return int(np.isfinite(self._loads).sum())
 
     @property
     def next_event(self) -> float:
@@ -214,7 +217,7 @@ class Fleet:
     def _resume(self, number: int) -> None:
         engine = self._engines[number]
         engine.fill()
-        if engine.serves:
+        if math.isfinite(self._loads[number]):
             self._loads[number] = len(engine.runs) + len(engine.waits)
         elif engine.placed and not engine.runs:
             self._lose(number)
@@ -262,16 +265,15 @@ class Fleet:
     def _change(self, number: int) -> None:
         engine = self._engines[number]
         if not engine.placed:
-            engine.placed, self._placed = True, self._placed + 1
-            engine.serves, self.serving = True, self.serving + 1
+            engine.placed, self._placed, self._loads[number] = True, self._placed + 1, 0
             self._stay(number)
-        elif engine.serves and engine.runs and self._preemption.notice:
-            self._stop(number)
+        elif engine.runs and self._preemption.notice and math.isfinite(self._loads[number]):
+            self._loads[number] = math.inf
             self._due(number, self._preemption.notice)
         else:
             self._lose(number)
         self._resume(number)
-        if self.serving:
+        if self._homeless and self.serving:
             homeless, self._homeless = self._homeless, []
             self._place(homeless)
 
@@ -279,24 +281,18 @@ class Fleet:
         plan = self._preemption
         self._due(number, max(0.0, self._rng.exponential(plan.back / plan.lost - plan.back) - plan.notice))
 
-    def _stop(self, number: int) -> None:
-        if self._engines[number].serves:
-            self._engines[number].serves, self.serving = False, self.serving - 1
-            self._loads[number] = math.inf
-
     def _lose(self, number: int) -> None:
-        """The engine was told if it does not serve any more."""
+        """The engine was told if it takes no draws any more."""
         engine = self._engines[number]
         left = engine.unfinished()
-        if engine.serves:
+        if math.isfinite(self._loads[number]):
             begun = [response for _, response in engine.runs]
             self.repeated += sum(each.tokens for each in begun) - sum(each.tokens for each in left)
             left = begun
-        self._stop(number)
-        engine.placed, self._placed = False, self._placed - 1
         left += engine.waits
         engine.runs.clear()
         engine.waits.clear()
+        engine.placed, self._placed, self._loads[number] = False, self._placed - 1, math.inf
         self._due(number, self._preemption.back)
         self._place(sorted(left))
 
