@@ -5,6 +5,7 @@ seconds of responses ────────▶ speed of a slot ──┼─▶
 update, sync, the rest of a step ────────────────┘
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ NEWEST, LEAST = 50, 5  # steps of the run that count
 TIMES = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)  # numbers of engines, against that of the run
 CROWDING = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 BINS = 8  # of the lengths
+LOSSES, MOST_STEPS = 100, 1000  # losses of engines to be simulated, and steps for them at most
 NEAR = 1.02  # so much slower than the fastest is as fast
 MAX_NUM_SEQS = 256  # vLLM's, where the configuration does not say it
 STEP, UPDATE, SYNC, DRIVER = "perf/step_s", "perf/update_s", "perf/sync_s", "perf/driver_s"
@@ -46,7 +48,9 @@ class Model:
     admission: str
 
     def run(self, engines: int, preemption: Preemption = ALWAYS) -> Simulation:
-        scenario = replace(self.scenario, engines=engines, preemption=preemption)
+        losses = self.step_s / self.token_s * engines * preemption.lost / preemption.back if preemption.lost else LOSSES
+        steps = min(MOST_STEPS, max(self.scenario.steps, math.ceil(LOSSES / losses)))
+        scenario = replace(self.scenario, engines=engines, preemption=preemption, steps=steps)
         return streaming(scenario, max_staleness=self.staleness, admission=self.admission)
 
 

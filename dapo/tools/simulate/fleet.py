@@ -219,8 +219,6 @@ class Fleet:
         engine.fill()
         if math.isfinite(self._loads[number]):
             self._loads[number] = len(engine.runs) + len(engine.waits)
-        elif engine.placed and not engine.runs:
-            self._lose(number)
         self._running += len(engine.runs)
         if (end := engine.next_end()) != engine.end:
             engine.end = end
@@ -267,7 +265,7 @@ class Fleet:
         if not engine.placed:
             engine.placed, self._placed, self._loads[number] = True, self._placed + 1, 0
             self._stay(number)
-        elif engine.runs and self._preemption.notice and math.isfinite(self._loads[number]):
+        elif self._preemption.notice and math.isfinite(self._loads[number]):
             self._loads[number] = math.inf
             self._due(number, self._preemption.notice)
         else:

@@ -99,7 +99,7 @@ def test_the_numbers_of_least_cost_and_least_seconds_are_marked(
     write_record(tmp_path)
     rows = advised(capsys, str(tmp_path), "--among", "1", "4", "9")
     assert [row[-1] for row in rows.values()] == ["least cost", "", "least seconds"]
-    prices = ("--price-per-engine-hour", "1", "--price-per-rank-hour", "3", "--lost", "0.3", "--back-s", "20")
+    prices = ("--price-per-engine-hour", "1", "--price-per-rank-hour", "3", "--lost", "0.3", "--back-s", "2")
     money = advised(capsys, str(tmp_path), "--among", "1", "2", *prices)
     assert [row[-1] for row in money.values()] == ["", "least cost, least seconds"]
     assert float(money["1"][0]) > 1.1 * float(rows["1"][0])
