@@ -26,6 +26,7 @@ NEWEST, LEAST = 50, 5  # steps of the run that count
 TIMES = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)  # numbers of engines, against that of the run
 CROWDING = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 BINS = 8  # of the lengths
+ALIKE = 1.1  # an error so much greater is as good
 LOSSES, MOST_STEPS = 100, 1000  # losses of engines to be simulated, and steps for them at most
 NEAR = 1.02  # so much slower than the fastest is as fast
 MAX_NUM_SEQS = 256  # vLLM's, where the configuration does not say it
@@ -119,8 +120,9 @@ def _fitted(model: Model, measured: Mapping[str, float], draws: Rows) -> Model:
         model = _timed(model, measured[UPDATE] + measured[DRIVER], measured[SYNC], crowding=crowding)
         curve = _curve(model.run(model.scenario.engines).ended, edges)
         model = replace(model, token_s=float(taken @ curve / (curve @ curve)))
-        found.append((float(((taken - model.token_s * curve) ** 2).sum()), model))
-    _, model = min(found, key=lambda each: each[0])
+        found.append((float(np.linalg.norm(taken - model.token_s * curve)), model))
+    best = min(error for error, _ in found)
+    model = next(each for error, each in found if error <= ALIKE * best)  # full engines do not tell: the least then
     beside = measured[UPDATE] + measured[DRIVER]
     if not model.staleness:
         generation = later(model.run(model.scenario.engines).generation) * model.token_s
