@@ -1,4 +1,4 @@
-"""`python -m dapo.scale RUN_DIR engines=N`: engines join or leave a run while it goes on."""
+"""`python -m dapo.scale RUN_DIR engines=N`: engines join or leave a run while it goes on. `--advice`: how many."""
 
 import argparse
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo.state.fleet_size import want_engines
+from dapo.tools.simulate.__main__ import add_preemption, at_least, preemption_of
+from dapo.tools.simulate.advice import advice
 
 
 def engines(word: str) -> int:
@@ -15,16 +17,35 @@ def engines(word: str) -> int:
     return int(number)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dapo scale", description="Engines join or leave a run while it goes on.")
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="trainer.output_dir of the run")
-    parser.add_argument("engines", type=engines, metavar="engines=N", help="how many it should have from now on")
-    given = parser.parse_args(arguments)
+    parser.add_argument("engines", type=engines, nargs="?", metavar="engines=N", help="how many from now on")
+    asked = parser.add_argument_group("how many engines are best")
+    asked.add_argument("--advice", action="store_true", help="simulate the run with other numbers of engines")
+    asked.add_argument("--among", type=at_least(1), nargs="+", default=[], metavar="N", help="these numbers")
+    asked.add_argument("--price-per-engine-hour", type=float, metavar="X", help="otherwise the cost is in engine hours")
+    asked.add_argument("--price-per-rank-hour", type=float, default=0.0, metavar="Y", help="of a training process")
+    add_preemption(asked)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    command = parser()
+    given = command.parse_intermixed_args(arguments)
+    if given.advice == (given.engines is not None):
+        command.error("give either engines=N or --advice")
+    if given.price_per_rank_hour and given.price_per_engine_hour is None:
+        command.error("--price-per-rank-hour needs --price-per-engine-hour")
     try:
-        want_engines(given.run, given.engines)
+        if given.advice:
+            prices = given.price_per_engine_hour, given.price_per_rank_hour
+            print(advice(given.run, given.among, *prices, preemption_of(given)))
+        else:
+            want_engines(given.run, given.engines)
+            print(f"{given.run}: {given.engines} engines are wanted; the run tells when they have joined or left")
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(f"{given.run}: {given.engines} engines are wanted; the run tells when they have joined or left")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,11 @@ FLOORS = (
     ("tools",),
     ("main_ppo", "api"),
 )
-ASKS = (("dapo.main_ppo", "doctor"), ("dapo.tools.doctor", "plan"))  # a tool asked by something else
+ASKS = (
+    ("dapo.main_ppo", "doctor"),
+    ("dapo.tools.doctor", "plan"),
+    ("dapo.tools.scale", "simulate"),
+)  # a tool asked by something else
 ON_RAY = ("dapo.tools.doctor.nodes", "dapo.tools.doctor.parity")  # parts of the doctor
 COMPOSED = ("dapo.driver.run", "dapo.driver.fleet", "dapo.tools.bench", "dapo.tools.leave", *ON_RAY)
 FLOOR = {f"dapo.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -146,6 +146,13 @@ class Reader:
             found.setdefault(name, {})[step] = value
         return found
 
+    def drawn(self, since: int) -> Rows:
+        """Groups from step `since` on: step, fate, and tokens, accuracies and seconds of their responses."""
+        names = ("tokens", "accuracy", "seconds")
+        lists = ", ".join(f"json_group_array(responses.{name}) AS {name}" for name in names)
+        query = f"SELECT step, fate, {lists} FROM groups JOIN responses USING (draw) WHERE step >= ? GROUP BY draw"
+        return [row | {name: json.loads(row[name]) for name in names} for row in self._all(query, since)]
+
     def responses(self) -> int:
         return self._number("SELECT coalesce(sum(responses), 0) FROM groups")
 

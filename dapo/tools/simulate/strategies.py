@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.tools.simulate.fleet import Attempt, Draws, Fleet, Workload
+from dapo.tools.simulate.fleet import ALWAYS, Attempt, Draws, Fleet, Preemption, Recorded, Workload
 from dapo.types import Draw, Group, Prompt, Score
 
+HOPELESS = 20
 FACTOR = 3  # times the batch, for strategies with a fixed number of draws
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 RIGHT, WRONG = (
@@ -22,15 +23,20 @@ RIGHT, WRONG = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """A fleet and its job. batch: mixed groups per update. update, sync: duration of an update and of a weight sync.
-    steps: updates to simulate."""
+    steps: updates to simulate. in_flight: most draws at once; 0: as many as fit. filtered: only mixed groups count.
+    crowding: see `Engine`."""
 
-    workload: Workload
+    workload: Workload | Recorded
     engines: int = 16
     slots: int = 64
     batch: int = 512
     update: float = 0.0
     sync: float = 0.0
     steps: int = 10
+    in_flight: int = 0
+    filtered: bool = True
+    crowding: float = 0.0
+    preemption: Preemption = ALWAYS
 
 
 def later(times: Sequence[float]) -> float:
@@ -41,18 +47,27 @@ def later(times: Sequence[float]) -> float:
 class Simulation:
     """Runs one strategy on one fleet and records the results. generation: per step, the time from the start of its
     generation to its batch. trained: draws in the order of training, per step. attempts: the last one of every
-    draw; started: all, finished or not."""
+    draw; started: all, finished or not. ended: tokens of each response, and its time since the draw started; without
+    the first step."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
+        self.fleet = Fleet(
+            engines=scenario.engines,
+            slots=scenario.slots,
+            crowding=scenario.crowding,
+            preemption=scenario.preemption,
+        )
         self.attempts: dict[int, Attempt] = {}
         self.started: list[Attempt] = []
         self.generation: list[float] = []
         self.trained: list[tuple[int, ...]] = []
+        self.ended: list[tuple[int, float]] = []
         self._draws = Draws(scenario.workload)
+        self._began: dict[int, float] = {}
         self._following = 0  # the next draw of `start_next`
         self._ends = [0.0]
+        self._started_tokens = 0
         self._wasted_tokens = 0
         self._generated_tokens = 0
 
@@ -64,6 +79,8 @@ class Simulation:
     def start(self, index: int) -> None:
         self.attempts[index] = self._draws.attempt(index, self.version)
         self.started.append(self.attempts[index])
+        self._started_tokens += self.attempts[index].tokens
+        self._began[index] = self.fleet.now
         self.fleet.submit(index, self.attempts[index].lengths)
 
     def start_next(self, count: int) -> range:
@@ -73,12 +90,21 @@ class Simulation:
             self.start(index)
         return batch
 
-    def step(self) -> tuple[int, int, bool]:
-        """Returns draw and sample of the next response that ends, and whether its draw is complete with it."""
-        index, sample, complete = self.fleet.step()
+    def step(self) -> tuple[int, int, bool] | None:
+        """See `Fleet.step`. Raises ValueError if hardly a response ends before its engine is lost."""
+        if self.fleet.repeated > HOPELESS * self._started_tokens:
+            raise ValueError(
+                f"engines are lost so often that each token is generated {HOPELESS} times; give a longer notice, a "
+                "later return (for the same share they are lost less often), or a smaller share"
+            )
+        if (ended := self.fleet.step()) is None:
+            return None
+        index, sample, complete = ended
+        if self.version:
+            self.ended.append((self.attempts[index].lengths[sample], self.fleet.now - self._began[index]))
         if complete:
             self._generated_tokens += self.attempts[index].tokens
-        return index, sample, complete
+        return ended
 
     def abort(self, indices: Collection[int]) -> int:
         """Aborts these draws and returns the (wasted) tokens of the unfinished ones."""
@@ -114,33 +140,45 @@ class Simulation:
     @property
     def idle(self) -> float:
         """Share of the engines' slot time without a response."""
-        return 1.0 - self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
+        return 1.0 - self.fleet.busy / self.fleet.there
+
+    @property
+    def present(self) -> float:
+        """Mean number of engines that have a place."""
+        return self.fleet.there / (self.scenario.slots * self._ends[-1])
 
     @property
     def goodput(self) -> float:
         """Trained tokens over generated ones."""
-        return sum(self.attempts[index].tokens for step in self.trained for index in step) / self._generated_tokens
+        trained = sum(self.attempts[index].tokens for step in self.trained for index in step)
+        return trained / (self._generated_tokens + self.fleet.repeated)
 
     @property
     def wasted(self) -> float:
-        """Share of tokens of surplus or aborted groups; groups that are not mixed do not count."""
-        return self._wasted_tokens / self._generated_tokens
+        """Share of tokens of surplus or aborted groups, or lost with an engine; groups that are not mixed do not
+        count."""
+        return (self._wasted_tokens + self.fleet.repeated) / (self._generated_tokens + self.fleet.repeated)
 
 
 def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Simulation:
     """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they continue."""
     run = Simulation(scenario)
-    n, capacity = scenario.workload.n, scenario.engines * scenario.slots
+    n = scenario.workload.n
     buffer = OversamplingBuffer(
-        train_batch_size=scenario.batch, max_in_flight=capacity, admission=admission, max_staleness=max_staleness
+        train_batch_size=scenario.batch,
+        max_in_flight=scenario.in_flight or scenario.engines * scenario.slots,
+        filter_groups=scenario.filtered,
+        admission=admission,
+        max_staleness=max_staleness,
     )
     update_end = math.inf
     buffer.open()
     while run.version < scenario.steps:
         # all slots busy, and one draw waiting per engine
-        for index in buffer.take((capacity + scenario.engines * n - run.fleet.in_flight) // n):
+        room = max(1, run.fleet.serving) * (scenario.slots + n) - run.fleet.in_flight
+        for index in buffer.take(max(0, room) // n):
             run.start(index)
-        if update_end <= run.fleet.next_end:
+        if update_end <= run.fleet.next_event:
             run.fleet.advance(update_end)
             run.updated()
             buffer.trained()
@@ -148,7 +186,9 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             buffer.open()
             update_end = math.inf
             continue
-        finished, sample, complete = run.step()
+        if (ended := run.step()) is None:
+            continue
+        finished, sample, complete = ended
         buffer.verdict(finished, float(run.attempts[finished].right[sample]))
         if not complete:
             continue
@@ -194,9 +234,10 @@ def first_finished(scenario: Scenario) -> Simulation:
         running: set[int] = set()
         while len(mixed) < scenario.batch:
             running = running or set(run.start_next(FACTOR * scenario.batch))
-            finished, _, complete = run.step()
-            if not complete:
+            ended = run.step()
+            if ended is None or not ended[2]:
                 continue
+            finished = ended[0]
             running.remove(finished)
             if run.attempts[finished].is_mixed:
                 mixed.append(finished)

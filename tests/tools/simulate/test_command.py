@@ -24,7 +24,7 @@ def test_the_smallest_run_prints_its_table() -> None:
     assert [row.split()[0] for row in rows] == ["staleness-0", "staleness-1"]
 
 
-@pytest.mark.parametrize("option", ["--slots 64 0", "--n 1"])
+@pytest.mark.parametrize("option", ["--slots 64 0", "--n 1", "--lost 1", "--back-s 0"])
 def test_what_means_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(option.split())

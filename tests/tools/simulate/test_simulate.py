@@ -3,11 +3,12 @@
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dapo.tools.simulate.fleet import Fleet, Workload
+from dapo.tools.simulate.fleet import ALWAYS, Fleet, Preemption, Workload
 from dapo.tools.simulate.strategies import Scenario, Simulation, barrier, first_finished, streaming
 
 
@@ -113,9 +114,8 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        index, _, complete = fleet.step()
-        if complete:
-            ends[index] = fleet.now
+        if (ended := fleet.step()) and ended[2]:
+            ends[ended[0]] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
     assert ends == {0: 9, 1: 30, 2: 23}
     assert fleet.busy == sum(sum(each) for each in lengths.values())
@@ -131,3 +131,46 @@ def test_an_aborted_draw_frees_its_slots_for_those_that_wait():
     while fleet.in_flight:
         fleet.step()
     assert fleet.now == 2 + 4
+
+
+def test_a_response_alone_is_faster_on_a_crowded_engine():
+    fleet = Fleet(engines=1, slots=2, crowding=0.5)
+    fleet.submit(0, (4, 8))
+    ends = []
+    while fleet.in_flight:
+        fleet.step()
+        ends.append(fleet.now)
+    assert ends == [4, 4 + 4 * 0.75]
+
+
+@pytest.mark.parametrize(("notice", "told"), [pytest.param(0, False, id="untold"), pytest.param(30, True, id="told")])
+def test_an_untold_engine_costs_its_tokens(notice: int, told: bool):
+    fleet = Fleet(engines=1, slots=2, preemption=Preemption(lost=0.001, back=100, notice=notice))
+    leaves = int(fleet.next_event) + notice
+    fleet.submit(0, (leaves + 50,))
+    fleet.submit(1, (leaves + 60,))
+    while fleet.in_flight:
+        fleet.step()
+    assert fleet.repeated == (0 if told else 2 * leaves)
+    assert int(fleet.now) == leaves + 100 + (60 if told else leaves + 60)
+    assert fleet.there == pytest.approx(2 * (fleet.now - 100))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("notice", [0, 200])
+def test_no_draw_is_lost_with_an_engine(notice: int, staleness: int):
+    scenario = make_scenario(steps=12, update=100.0, engines=4, median=200, cap=1000)
+    calm, run = (
+        streamed(replace(scenario, preemption=preemption), staleness)
+        for preemption in (ALWAYS, Preemption(lost=0.3, back=1000, notice=notice))
+    )
+    trained = [index for step in run.trained for index in step]
+    assert trained == sorted(set(trained)) and len(trained) == 12 * scenario.batch
+    assert 0.6 < run.present / scenario.engines < 0.8
+    assert later(run.steps) > 1.1 * later(calm.steps)
+    assert (run.fleet.repeated == 0) == bool(notice)
+
+
+def test_engines_that_are_lost_before_a_response_ends_are_told():
+    with pytest.raises(ValueError, match="give a longer notice"):
+        streaming(replace(make_scenario(engines=1), preemption=Preemption(lost=0.5, back=50)))
