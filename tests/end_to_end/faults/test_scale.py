@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.config.paths import resolve_path
+from dapo.driver.scaling import POLL_S
 from dapo.state.fleet_size import want_engines
 from tests.support.outcomes import assert_all_draws_are_accounted_for, outcome
 from tests.support.runs import START_S, command, metrics, run_program
@@ -63,6 +64,7 @@ def scale_again_and_again(program: Program, run: Path) -> tuple[int, int]:
                 os.kill(program.engines()[-1].pid, signal.SIGKILL)
                 killed += 1
             want_engines(run, 1)
+            time.sleep(3 * POLL_S)  # until the run has seen it: a killed one would start again
             program.until(lambda: len(program.engines()) == 1)
     return program.count(joined), killed
 
