@@ -62,7 +62,7 @@ NAMES = (
 SIGMA, LONGEST = 0.9, 2  # of the log of the length; the longest response, in mean lengths
 PROMPT = np.arange(1, 201, dtype=np.int32)
 AHEAD = 16  # versions; enough for all engines to stay full
-FILLED = 0.3  # mean lengths until the first steps are over
+FILLED = 0.6  # mean lengths until the first steps are over
 IDLE_S = 5.0  # in which only pulses are counted
 PLAN = BucketPlan(
     tuple(TensorPlace(f"model.layers.{k}.mlp.up_proj.weight", (1024, 1024), k << 20) for k in range(16)), 0
@@ -296,6 +296,7 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
     if isinstance(loop, Jumping):
         loop.longest = 0.0
     cpu_s, seconds = await _spent(asyncio.wait([training], timeout=given.seconds))
+    longest = f"{loop.longest:.2f}" if isinstance(loop, Jumping) else ""
     if training.done():
         training.result()
     training.cancel()
@@ -309,7 +310,7 @@ async def measure(engines: int, given: argparse.Namespace, place: Place) -> list
         *(f"{1e6 * one:.0f}" for one in (response_s, pulse_s)),
         f"{sync_s:.2f}",
         f"{cpu_s / seconds:.3f}",
-        f"{loop.longest:.2f}" if isinstance(loop, Jumping) else "",
+        longest,
         f"{engines * seconds / cpu_s:.0f}",
     ]
 
