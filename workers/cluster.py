@@ -167,7 +167,7 @@ def going_nodes(unknown_s: float) -> Callable[[], dict[str, float]]:
             for node in deadlines.keys() - found.keys():
                 del deadlines[node]
             for node, at_ms in found.items():
-                deadlines.setdefault(node, at_ms / 1000 if at_ms else now + unknown_s)
+                deadlines[node] = at_ms / 1000 if at_ms else deadlines.get(node, now + unknown_s)
 
     threading.Thread(target=ask, name="nodes that go", daemon=True).start()
     return lambda: {node: max(0.0, at - time.time()) for node, at in list(deadlines.items())}
