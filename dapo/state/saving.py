@@ -319,7 +319,7 @@ class Saver:
     async def _from_memory(self) -> tuple[Captured, str] | None:
         """Loads what an earlier trainer of this run has kept into actors and order; returns it, and where it was."""
         near, self.near = self.near, None
-        if near is None:
+        if near is None or near[1].version < max(self._store.steps(), default=0):
             return None
         captured, kept = near
         try:
