@@ -154,14 +154,14 @@ def head(address: str) -> tuple[str, float, Callable[[], bool]]:
     return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, lambda: ask() is not None
 
 
-def going_nodes(unknown_s: float) -> Callable[[], dict[str, float]]:
+def going_nodes(unknown_s: float, over: threading.Event) -> Callable[[], dict[str, float]]:
     """Returns a function that returns the nodes that were told to go (Ray's drain, `dapo leave`), by Ray's ids, with
-    the seconds left to each. unknown_s: for a node without a deadline. A thread asks the head: it may stand still."""
+    the seconds left to each. unknown_s: for a node without a deadline. A thread asks the head, which may stand still,
+    until `over` is set."""
     deadlines: dict[str, float] = {}
-    left = _left
 
     def ask() -> None:
-        while not left.wait(DRAIN_S):
+        while not over.wait(DRAIN_S):
             now = time.time()
             found = ray._private.state.state.get_draining_nodes()
             for node in deadlines.keys() - found.keys():

@@ -213,9 +213,9 @@ class OutsideConfig:
         holds=lambda value: not value or re.fullmatch(r"[^\s/]+:[1-9]\d{0,4}", value) is not None,
         resume="harmless",
     )
-    certificate: str = key("", "PEM file of the driver's TLS certificate", resume="harmless")
-    private_key: str = key("", "PEM file of its key", resume="harmless")
-    token: str = key("", "file with a secret of at least 16 characters that engines must know", resume="harmless")
+    certificate_file: str = key("", "PEM file of the driver's TLS certificate", resume="harmless")
+    key_file: str = key("", "PEM file of its key", resume="harmless")
+    token_file: str = key("", "file with a secret of at least 16 characters that engines must know", resume="harmless")
     engines: int = at_least(1, 1, "most of them at a time", resume="harmless")
 
 

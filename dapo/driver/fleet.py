@@ -103,7 +103,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     async def leave(number: int, seconds: float) -> None:  # at staleness 0 the same tokens have to come
         await engines.leave(number, seconds, hand_over=cfg.filter_groups.max_staleness > 0)
 
-    told, own_node = asyncio.Event(), ray.get_runtime_context().get_node_id()
+    told, over, own_node = asyncio.Event(), threading.Event(), ray.get_runtime_context().get_node_id()
 
     def on_going(node: str) -> None:
         if node == own_node:
@@ -129,7 +129,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             warn,
             wanted=max(cfg.rollout.num_engines, cfg.rollout.max_engines) if scales else 0,
             leave_s=cfg.rollout.leave_s,
-            going=going_nodes(cfg.rollout.leave_s),
+            going=going_nodes(cfg.rollout.leave_s, over),
             on_going=on_going,
         )
         lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
@@ -147,6 +147,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             gpus=count_gpus(cfg, device),
         )
     finally:
+        over.set()
         placement.give_up()  # else a thread that waits for a place would delay the end
         actors.close()
         rewards.stop()

@@ -206,7 +206,7 @@ def make_paths_absolute(cfg: Config) -> None:
     if function.path.endswith(".py"):
         function.path = str(Path(function.path).expanduser().absolute())
     outside = cfg.rollout.outside
-    for name in ("certificate", "private_key", "token"):
+    for name in ("certificate_file", "key_file", "token_file"):
         if path := getattr(outside, name):
             setattr(outside, name, str(Path(path).expanduser().absolute()))
     if (store := cfg.weight_sync.store) and "://" not in store:

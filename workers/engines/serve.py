@@ -220,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="dapo serve", description="An engine outside of the Ray cluster of a run.")
     made.add_argument("address", type=address, metavar="HOST:PORT", help="the run's `rollout.outside.listen`")
     made.add_argument("--model", required=True, help="a copy of the run's `model.path`")
-    made.add_argument("--token", required=True, metavar="FILE", help="a copy of the run's `rollout.outside.token`")
+    made.add_argument("--token", required=True, metavar="FILE", help="a copy of the run's `rollout.outside.token_file`")
     made.add_argument("--ca", required=True, metavar="FILE", help="authority of the run's certificate")
     made.add_argument("--store", required=True, metavar="URL", help="the run's `weight_sync.store`, as seen from here")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")

@@ -144,10 +144,10 @@ def client_context(ca: str) -> ssl.SSLContext:
 def secrets_of(cfg: OutsideConfig) -> tuple[ssl.SSLContext, bytes]:
     """Returns what the driver's end needs. Raises ValueError if a file is missing, unusable or not private."""
     try:
-        _check_private(cfg.private_key)
-        return server_context(cfg.certificate, cfg.private_key), read_token(cfg.token)
+        _check_private(cfg.key_file)
+        return server_context(cfg.certificate_file, cfg.key_file), read_token(cfg.token_file)
     except (OSError, ValueError) as error:
-        files = f"certificate {cfg.certificate}, private_key {cfg.private_key}, token {cfg.token}"
+        files = f"certificate_file {cfg.certificate_file}, key_file {cfg.key_file}, token_file {cfg.token_file}"
         raise ValueError(f"`rollout.outside` ({files}): {error}") from error
 
 

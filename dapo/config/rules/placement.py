@@ -42,7 +42,9 @@ def outside(cfg: Config) -> Iterator[str]:
     listens = cfg.rollout.outside
     if not listens.listen:
         return
-    needs = {f"rollout.outside.{name}": getattr(listens, name) for name in ("certificate", "private_key", "token")}
+    needs = {
+        f"rollout.outside.{name}": getattr(listens, name) for name in ("certificate_file", "key_file", "token_file")
+    }
     if missing := [
         f"`{name}`" for name, value in (needs | {"weight_sync.store": cfg.weight_sync.store}).items() if not value
     ]:

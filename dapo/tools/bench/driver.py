@@ -337,12 +337,16 @@ def run(given: argparse.Namespace) -> None:
         f"{given.n} a group, {given.seconds:g} s, {given.buckets} buckets a weight sync"
     )
     print(head(NAMES))
+    before = gc.get_threshold()
     gc.set_threshold(COLLECT_AT)  # as a run does
-    for engines in given.engines:
-        if given.ray:
-            with ray_cluster(Config()):
-                cells = asyncio.run(measure(engines, given, by_ray))
-        else:
-            with asyncio.Runner(loop_factory=Jumping) as runner:
-                cells = runner.run(measure(engines, given, Here))
-        print(row(cells), flush=True)
+    try:
+        for engines in given.engines:
+            if given.ray:
+                with ray_cluster(Config()):
+                    cells = asyncio.run(measure(engines, given, by_ray))
+            else:
+                with asyncio.Runner(loop_factory=Jumping) as runner:
+                    cells = runner.run(measure(engines, given, Here))
+            print(row(cells), flush=True)
+    finally:
+        gc.set_threshold(*before)

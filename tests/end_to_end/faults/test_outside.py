@@ -42,8 +42,8 @@ class Outside:
         pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), val)
         self.val = str(val)
         self.keys = (
-            *(f"rollout.outside.listen=127.0.0.1:{PORT}", f"rollout.outside.certificate={self._certificate}"),
-            *(f"rollout.outside.private_key={key}", f"rollout.outside.token={self._token}"),
+            *(f"rollout.outside.listen=127.0.0.1:{PORT}", f"rollout.outside.certificate_file={self._certificate}"),
+            *(f"rollout.outside.key_file={key}", f"rollout.outside.token_file={self._token}"),
             f"weight_sync.store={self.store}",
         )
         self.programs: list[Program] = []

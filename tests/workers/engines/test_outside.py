@@ -47,7 +47,7 @@ class Door:
 
     def __init__(self, folder: Path, token: str = TOKEN) -> None:
         self.ca, key = write_certificate(folder, "driver", HERE)
-        files = {"certificate": self.ca, "private_key": key, "token": write_token(folder, token)}
+        files = {"certificate_file": self.ca, "key_file": key, "token_file": write_token(folder, token)}
         self.worker = OutsideWorker(OutsideConfig(listen=f"{HERE}:0", **files))
 
     async def open(self) -> None:
