@@ -7,6 +7,7 @@ values, a complete run. However a run ends, it prints one message with the reaso
 """
 
 import asyncio
+import gc
 import signal
 import sys
 import time
@@ -125,11 +126,12 @@ def launch(cfg: Config) -> None:
         with starting(cfg, "settings, files and functions to be checked"):
             _check(cfg)
         with starting(cfg, "torch and Ray to be imported"):
-            from dapo.driver.run import train_until_signal
+            from dapo.driver.run import COLLECT_AT, train_until_signal
             from dapo.results.publish import published
             from dapo.results.summary import concluded
 
         with published(run_dir, cfg, _experiment()), concluded(run_dir.path, run_dir.check):
+            gc.set_threshold(COLLECT_AT)
             try:
                 asyncio.run(train_until_signal(cfg, run_dir, store, began))
             finally:

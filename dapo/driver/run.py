@@ -6,7 +6,6 @@ However a run ends (last step, Ctrl-C, a signal, a failure), what was trained is
 """
 
 import asyncio
-import gc
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -60,7 +59,6 @@ async def train_until_signal(
 ) -> None:
     """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, LeaseLost
     when another run took the directory."""
-    gc.set_threshold(COLLECT_AT)
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
