@@ -97,7 +97,7 @@ class RolloutPool:
 
     @property
     def may_join(self) -> bool:
-        """False after too many engines within an hour could not join."""
+        """False after too many engines, within an hour or in a row, could not join."""
         return not self.keeper.joins.spent()
 
     def join(self, options: dict[str, Any]) -> int:

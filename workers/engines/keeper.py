@@ -94,7 +94,7 @@ class Keeper:
             await self._start(slot, *self._arguments)
         except RemoteError as error:
             self.joins.add()
-            more = "; no more are started within an hour" if self.joins.spent() else ""
+            more = "; no more are started" if self.joins.spent() else ""
             self._warn(f"engine {slot.number} does not join: {error}{more}")
             slot.leaving = True
             self._free(slot)
