@@ -18,7 +18,7 @@ from dapo.workers.engines.outside import OutsideWorker
 from dapo.workers.engines.worker import RolloutWorker
 from dapo.workers.remote import RemoteError, WorkerLost, wait
 
-PULSE_S, PULSES_PER_S = 0.5, 2048  # between two pulses of an engine, at least; of all engines together, at most
+PULSE_S, PULSES_PER_S = 0.5, 512  # between two pulses of an engine, at least; of all engines together, at most
 KNOCK_S = 10.0  # a wait for an engine outside of the cluster, after which those refused are told
 LEAVES = "it is told to end where it runs"
 Gpus = Callable[[int], Sequence[str]]  # GPUs of an engine, by its number; empty: those that Ray assigned to it

@@ -3,17 +3,21 @@
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from dapo.algorithm.fate import TRAINED
 from dapo.config.paths import resolve_path
 from dapo.driver.scaling import POLL_S
+from dapo.report.store.schema import DATABASE
 from dapo.state.fleet_size import want_engines
 from tests.support.outcomes import assert_all_draws_are_accounted_for, outcome
 from tests.support.runs import START_S, command, metrics, run_program
@@ -47,8 +51,11 @@ class Program:
 
     def engines(self) -> list[psutil.Process]:
         """The oldest first."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted((each for each in below if "EngineCore" in each.name()), key=lambda each: each.create_time())
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                found += [(each.create_time(), each)] if "EngineCore" in each.name() else []
+        return [each for _, each in sorted(found, key=lambda one: one[0])]
 
 
 def scale_again_and_again(program: Program, run: Path) -> tuple[int, int]:
@@ -69,6 +76,14 @@ def scale_again_and_again(program: Program, run: Path) -> tuple[int, int]:
     return program.count(joined), killed
 
 
+def assert_each_draw_is_trained_once(run: Path) -> None:
+    """What the steps counted is what the store holds, where a draw has one row."""
+    with closing(sqlite3.connect(run / DATABASE)) as store:
+        (counted,) = store.execute("SELECT sum(trained_tokens) FROM steps").fetchone()
+        (held,) = store.execute("SELECT sum(tokens) FROM groups WHERE fate = ?", (TRAINED,)).fetchone()
+    assert counted == held > 0
+
+
 @pytest.mark.parametrize(
     "staleness", [(), ("filter_groups.max_staleness=1", "algorithm.rollout_correction.mode=truncate")], ids=["0", "1"]
 )
@@ -86,6 +101,7 @@ def test_engines_that_come_and_go(tmp_path: Path, staleness: tuple[str, ...]) ->
     print(f"{joined} engines joined, {killed} of them were killed and the others told to leave, in {STEPS} steps")
     assert joined >= 8 and killed >= 4
     assert_all_draws_are_accounted_for(scaled)
+    assert_each_draw_is_trained_once(scaled)
     if not staleness:
         run_program(tmp_path / "plain", val, *RUN)
         assert outcome(scaled) == outcome(tmp_path / "plain")
