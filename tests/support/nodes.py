@@ -13,7 +13,7 @@ import psutil
 import ray
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from dapo.config.schema import Config
 from dapo.workers.placement import Placement
@@ -93,6 +93,11 @@ class OnNodes(Placement):
     def node_of_ranks(self) -> set[str]:
         """Ids of the nodes of the ranks' bundles."""
         return set(placement_group_table(self._groups[RANKS])["bundles_to_node_id"].values())
+
+    def free(self) -> None:
+        """For the next run of this process; a program's places are free when it ends."""
+        for group in self._groups.values():
+            remove_placement_group(group)
 
     def rollout(self) -> list[dict[str, Any]]:
         return _merged(self._on_cpu.rollout(), super().rollout())

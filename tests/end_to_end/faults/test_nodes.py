@@ -55,7 +55,7 @@ class Losses(threading.Thread):
 
     def _kill_and_add(self) -> None:
         first, second = self.nodes
-        self._until(lambda: self._steps() >= 1)
+        self._until(self._begun if self._notice else lambda: self._steps() >= 1)  # steps are short against a notice
         assert self.placement is not None
         assert self.placement.node_of_ranks() == {second.id}
         if self._notice:
@@ -71,6 +71,9 @@ class Losses(threading.Thread):
 
     def _warned(self, of: str) -> int:
         return sum(of in line for line in self.told)
+
+    def _begun(self) -> bool:
+        return (self._log.parent / "tensorboard").exists()
 
     def _steps(self) -> int:
         return self._log.read_text().count("actor/loss") if self._log.exists() else 0
@@ -122,6 +125,8 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
         asyncio.run(unless_failed(run.train(cfg, run_dir, run_dir.store), losses))
     losses.join(timeout=WAIT_S)
     assert losses.failure is None and not losses.is_alive()
+    assert losses.placement is not None
+    losses.placement.free()
     assert_undisturbed(found, undisturbed)
     last = last_line(found)
     assert last["perf/restarted_actors"] == 1
