@@ -27,7 +27,8 @@ STEPS = 60
 PORT, STORE_PORT = 7443, 7444
 HOST, GUEST, SPACE = "10.45.0.1", "10.45.0.2", "dapo-outside"
 RUN = (f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "weight_sync.bucket_bytes=500000")
-SLOWER = ("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=16", "weight_sync.bucket_bytes=200000")
+# An engine joins only if it fetches a version before the next update begins.
+SLOWER = ("data.train_batch_size=32", "actor.ppo_mini_batch_size=16", "rollout.n=16", "weight_sync.bucket_bytes=200000")
 LAGS = ("filter_groups.max_staleness=1", "algorithm.rollout_correction.mode=truncate")
 
 
@@ -153,6 +154,7 @@ def test_an_engine_behind_a_slow_link_joins_by_deltas_and_serves(outside: Outsid
             began = time.monotonic()
             engine = outside.engine(HOST, f"http://{HOST}:{STORE_PORT}", within)
             run.until(lambda: run.count(JOINED) == 1)
+            assert run.count(JOINED) == 1, outside.text(engine)[-3000:]
             print(f"joined {time.monotonic() - began:.0f} s after its start")
             assert run.process.wait(START_S) == 0, outside.text(run)[-3000:]
     finally:
