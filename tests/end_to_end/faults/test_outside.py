@@ -27,8 +27,11 @@ STEPS = 60
 PORT, STORE_PORT = 7443, 7444
 HOST, GUEST, SPACE = "10.45.0.1", "10.45.0.2", "dapo-outside"
 RUN = (f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=20", "weight_sync.bucket_bytes=500000")
-# An engine joins only if it fetches a version before the next update begins.
-SLOWER = ("data.train_batch_size=32", "actor.ppo_mini_batch_size=16", "rollout.n=16", "weight_sync.bucket_bytes=200000")
+# An engine joins only if it fetches a version before the next update begins: generation takes longer than updates here.
+SLOWER = (
+    *("data.train_batch_size=32", "actor.ppo_mini_batch_size=16", "rollout.n=16", "weight_sync.bucket_bytes=200000"),
+    *("actor.ppo_epochs=1", "actor.max_tokens_per_gpu=2048"),
+)
 LAGS = ("filter_groups.max_staleness=1", "algorithm.rollout_correction.mode=truncate")
 
 
