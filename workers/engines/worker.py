@@ -29,7 +29,7 @@ SCHEDULER = "dapo.workers.engines.scheduling.scheduler"
 KNOWN = ">=0.32,<0.34"  # vLLM versions; same as the extras in pyproject.toml
 TOGETHER_S = 0.005  # responses of a group that end within this time are returned together
 NEGLIGIBLE_LOGPROB = -14.0  # a probability of 1e-6
-ENDING_S = 1.0  # grace time of aborted groups before the engine refuses to sleep
+ENDING_S = 1.0  # grace time of aborted groups: for their last tokens, and before the engine refuses to sleep
 
 
 def check_version() -> None:
@@ -105,7 +105,8 @@ class RolloutWorker:
         self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
         self._running: dict[str, list[str]] = {}
         self._version, self._keeps = 0, False  # _keeps: running requests may have keys of weights before `_version`
-        self._asleep = self._stirring = False  # _stirring: the weights are awake for a sync, the rest sleeps
+        # _stirring: the weights are awake for a sync, the rest sleeps. _paused: for a sync.
+        self._asleep = self._stirring = self._paused = False
         size = size_of(config, await self._engine.collective_rpc("measured_cache_bytes"))
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         return replace(size, goes_on=self._goes_on, node=node)
@@ -173,7 +174,7 @@ class RolloutWorker:
             raise WorkerLost("its engine process has ended") from None
         decode = partial(self._decode, skip_special_tokens=True)
         logprobs, support = np.full(len(completion.token_ids), np.nan, np.float32), None
-        if sampling.logprobs:  # an aborted request may have fewer of them than tokens
+        if sampling.logprobs:  # a request that was aborted while the engine made no step may have fewer than tokens
             logprobs, support = values_of(completion.logprobs, sampling)
         whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
@@ -201,9 +202,17 @@ class RolloutWorker:
         )
 
     async def abort(self, keys: list[str]) -> None:
-        """Aborts the named groups. Their `generate` calls return the tokens sampled so far whose log-probabilities have
-        arrived."""
-        await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
+        """Aborts the named groups. Their `generate` calls return all tokens sampled so far; if the engine makes no step
+        now, those whose log-probabilities have arrived."""
+        names = [request for key in keys for request in self._running.get(key, [])]
+        known = self._engine.output_processor
+        inner = [each for name in names for each in known.external_req_ids.get(name, ())]
+        if not (self._paused or self._asleep):  # `workers.engines.scheduling` ends them
+            await self._engine.engine_core.abort_requests_async(inner)
+            deadline = time.monotonic() + ENDING_S
+            while known.request_states.keys() & inner and time.monotonic() < deadline:
+                await asyncio.sleep(TOGETHER_S)
+        await self._engine.abort(names)
 
     async def _ask(self, call: Awaitable[T]) -> T:
         """Returns the result of a vLLM call about weights or sleep. If it raises, the engine is marked lost: it may be
@@ -250,6 +259,7 @@ class RolloutWorker:
         """Pauses all requests until `finish_update`; they continue where they stopped. keep: with their keys and
         values, which are then stale; otherwise vLLM recomputes them. In a sleeping engine, wakes only the weights;
         requests wait for the KV cache too."""
+        self._paused = True
         if self._asleep:
             self._stirring = True
             await self._ask(self._engine.wake_up(["weights"]))
@@ -282,6 +292,7 @@ class RolloutWorker:
             self._asleep = self._stirring = False
         else:
             await self._engine.resume_generation()
+        self._paused = False
 
     async def stop(self) -> None:
         """Ends the engine's processes. Without a timeout vLLM would give running requests seconds to finish."""

@@ -106,8 +106,14 @@ def test_what_is_put_down_ends_as_if_it_had_not_been(two_engines, loop):
             pool.admit((move % 2,))
         return [response for task in running for response in await task]
 
+    async def sampled() -> int:
+        return sum([(await slot.worker.pulse.remote()).counts.tokens for slot in pool._slots])
+
+    before = loop.run(sampled())
     plain, moved = loop.run(run(0)), loop.run(run(8))
     pool.admit(pool.members())
+    once = sum(len(response.token_ids) for response in [*plain, *moved])
+    assert loop.run(sampled()) - before == once, "no token is sampled twice"
     assert any(one.engine != other.engine for one, other in zip(plain, moved, strict=True))
     for one, other in zip(plain, moved, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
