@@ -17,7 +17,7 @@ def wanted_engines(directory: Path) -> int | None:
         return None
 
 
-def want_engines(directory: Path, number: int) -> None:
+def least_engines(directory: Path) -> int:
     """Raises ValueError if this is no run, or its engines cannot join and leave."""
     try:
         cfg = OmegaConf.load(directory / CONFIG)
@@ -27,7 +27,12 @@ def want_engines(directory: Path, number: int) -> None:
     if colocate == "time" or only == "train":
         what = "`trainer.colocate` (time)" if colocate == "time" else "`trainer.only` (train)"
         raise ValueError(f"{directory} has {what}, without engines that have GPUs of their own and can join and leave")
-    if number < least:
+    return int(least)
+
+
+def want_engines(directory: Path, number: int) -> None:
+    """Raises ValueError as `least_engines` does, and if this is less."""
+    if number < (least := least_engines(directory)):
         raise ValueError(f"engines={number} is less than `rollout.min_engines` ({least}) of {directory}")
     part = directory / f"{WANTED}.part"
     part.write_text(f"{number}\n", encoding="utf-8")

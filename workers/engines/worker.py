@@ -205,9 +205,9 @@ class RolloutWorker:
         """Aborts the named groups. Their `generate` calls return all tokens sampled so far; if the engine makes no step
         now, those whose log-probabilities have arrived."""
         names = [request for key in keys for request in self._running.get(key, [])]
-        known = self._engine.output_processor
-        inner = [each for name in names for each in known.external_req_ids.get(name, ())]
         if not (self._paused or self._asleep):  # `workers.engines.scheduling` ends them
+            known = self._engine.output_processor
+            inner = [each for name in names for each in known.external_req_ids.get(name, ())]
             await self._engine.engine_core.abort_requests_async(inner)
             deadline = time.monotonic() + ENDING_S
             while known.request_states.keys() & inner and time.monotonic() < deadline:

@@ -6,12 +6,14 @@ update, sync, the rest of a step ───────────────�
 """
 
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +21,15 @@ from numpy.typing import NDArray
 from dapo.algorithm.fate import TRAINED
 from dapo.ground.table import table
 from dapo.report.store.reader import Reader, Rows
+from dapo.state.fleet_size import least_engines, want_engines
+from dapo.state.lease import LEASE
 from dapo.tools.simulate.fleet import ALWAYS, Attempt, Preemption, Recorded
 from dapo.tools.simulate.strategies import Scenario, Simulation, later, streaming
 
+Goal = Literal["cost", "seconds"]
+
 NEWEST, LEAST = 50, 5  # steps of the run that count
+EVERY, WORTH, LOOK_S = 10, 0.05, 5.0  # of `follow`
 TIMES = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)  # numbers of engines, against that of the run
 CROWDING = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 BINS = 8  # of the lengths
@@ -55,8 +62,12 @@ class Model:
         return streaming(scenario, max_staleness=self.staleness, admission=self.admission)
 
 
+class TooFewSteps(ValueError):
+    """A run that goes on will have more."""
+
+
 def model_of(run: Path) -> Model:
-    """Raises ValueError if the run has recorded too little."""
+    """Raises TooFewSteps if the run has recorded too little, and ValueError if it has no engines of its own."""
     with Reader(run) as store:
         starts, found = store.starts(), store.metrics(*NEEDED, "perf/engine/[0-9]*/tokens_per_s")
         cfg = starts[-1]["config"] if starts else {}
@@ -65,13 +76,13 @@ def model_of(run: Path) -> Model:
                 f"{run} has no engines with GPUs of their own (`trainer.colocate=none`): nothing to advise"
             )
         if missing := [name for name in NEEDED if name not in found]:
-            raise ValueError(f"{run} has no {', '.join(missing)} in its record: nothing to advise")
+            raise TooFewSteps(f"{run} has no {', '.join(missing)} in its record: nothing to advise")
         engines = Counter(step for name, of_step in found.items() if name not in NEEDED for step in of_step)
         first = {min(start["steps"], default=0) for start in starts}  # engines and ranks warm up
         whole = [step for step in sorted(set.intersection(*(set(found[name]) for name in NEEDED))) if step not in first]
         steps = [step for step in whole if engines[step] == engines[whole[-1]]][-NEWEST:]
         if len(steps) < LEAST:
-            raise ValueError(
+            raise TooFewSteps(
                 f"{run} has {len(steps)} steps with its present number of engines, without the first step, and advice "
                 f"needs {LEAST}: let it go on"
             )
@@ -142,36 +153,93 @@ def _curve(ended: Sequence[tuple[int, float]], edges: NDArray[Any]) -> NDArray[A
     return np.bincount(bins, times, len(edges) + 1) / np.maximum(1, np.bincount(bins, minlength=len(edges) + 1))
 
 
-def advice(run: Path, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """seconds: of a step. cost: of 1,000 trained groups. idle: share of engine time. wasted: share of tokens."""
+
+    engines: int
+    seconds: float
+    cost: float
+    idle: float
+    wasted: float
+
+
+def forecasts(
+    model: Model, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption
+) -> list[Forecast]:
     """price, rank_price: per hour; price None: the cost is in engine hours. preemption: in seconds."""
+
+    def forecast(engines: int) -> Forecast:
+        done = model.run(engines, preemption.times(1 / model.token_s))
+        seconds = later(done.steps) * model.token_s
+        an_hour = done.present * (1.0 if price is None else price) + model.ranks * rank_price
+        return Forecast(
+            engines=engines,
+            seconds=seconds,
+            cost=1000 * an_hour * seconds / 3600 / model.scenario.batch,
+            idle=done.idle,
+            wasted=done.wasted,
+        )
+
+    return [forecast(engines) for engines in among]
+
+
+def best(found: Sequence[Forecast], goal: Goal) -> Forecast:
+    """The fewest engines, where several are about as fast."""
+    if goal == "cost":
+        return min(found, key=lambda each: each.cost)
+    near = NEAR * min(each.seconds for each in found)
+    return min((each for each in found if each.seconds <= near), key=lambda each: each.engines)
+
+
+def advice(run: Path, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption) -> str:
+    """Takes the same as `forecasts`."""
     model = model_of(run)
-    own, token_s = model.scenario.engines, model.token_s
+    own = model.scenario.engines
     among = among or sorted({max(1, round(own * factor)) for factor in TIMES})
-    runs = {engines: model.run(engines, preemption.times(1 / token_s)) for engines in among}
-    times = {engines: later(done.steps) * model.token_s for engines, done in runs.items()}
-    hours = {engines: time / 3600 / model.scenario.batch for engines, time in times.items()}  # of a group
-    costs = {
-        engines: 1000 * hours[engines] * (done.present * (1.0 if price is None else price) + model.ranks * rank_price)
-        for engines, done in runs.items()
-    }
-    fastest = min(engines for engines in runs if times[engines] <= NEAR * min(times.values()))
-    marks = {min(runs, key=costs.__getitem__): ["least cost"]}
-    marks[fastest] = [*marks.get(fastest, ()), "least seconds"]
+    found = forecasts(model, among, price, rank_price, preemption)
+    goals: tuple[Goal, ...] = ("cost", "seconds")
     rows = [
         [
-            str(engines),
-            f"{times[engines]:.2f}",
-            f"{1 / hours[engines]:,.0f}",
-            f"{costs[engines]:.3g}",
-            f"{done.idle:.0%}",
-            f"{done.wasted:.1%}",
-            ", ".join(marks.get(engines, ())),
+            str(each.engines),
+            f"{each.seconds:.2f}",
+            f"{3600 / each.seconds * model.scenario.batch:,.0f}",
+            f"{each.cost:.3g}",
+            f"{each.idle:.0%}",
+            f"{each.wasted:.1%}",
+            ", ".join(f"least {goal}" for goal in goals if each is best(found, goal)),
         ]
-        for engines, done in runs.items()
+        for each in found
     ]
     known = (
         f"recorded: {own} engines, {model.step_s:.2f} s a step; simulated with {model.scenario.slots} slots an engine, "
-        f"{1 / token_s:.1f} tokens/s each when all are in use"
+        f"{1 / model.token_s:.1f} tokens/s each when all are in use"
     )
     unit = "engine hours" if price is None else "money"
     return "\n".join([known, "", table([name.format(unit) for name in COLUMNS], rows)])
+
+
+def follow(run: Path, goal: Goal, among: Sequence[int], ask: Callable[[Model, Sequence[int]], list[Forecast]]) -> None:
+    """Has a run take the best of these numbers of engines, every `EVERY` steps, until it ends. It stays as it is if none
+    is better by more than `WORTH`. ask: returns forecasts. Raises ValueError if no run goes on there, if it cannot be
+    advised, or if it may not have so few."""
+    if min(among) < (least := least_engines(run)):
+        raise ValueError(f"--among {min(among)} is less than `rollout.min_engines` ({least}) of {run}")
+    if not (run / LEASE).exists():
+        raise ValueError(f"no run goes on in {run}: --follow is for one that does")
+    decided = -EVERY
+    while (run / LEASE).exists():
+        with Reader(run) as store:
+            step = max(store.metrics(STEP).get(STEP, ()), default=0)
+        if step - decided >= EVERY:
+            with suppress(TooFewSteps):
+                model = model_of(run)
+                now, *found = ask(model, [model.scenario.engines, *among])
+                chosen, decided = best(found, goal), step
+                better = 1 - getattr(chosen, goal) / getattr(now, goal)
+                takes = f"step {step}: {now.engines} engines take {now.seconds:.2f} s a step"
+                if better > WORTH:
+                    want_engines(run, chosen.engines)
+                    takes += f"; {chosen.engines} are wanted: {chosen.seconds:.2f} s, {better:.0%} less {goal}"
+                print(takes, flush=True)
+        time.sleep(LOOK_S)

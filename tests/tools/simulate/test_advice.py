@@ -108,6 +108,41 @@ def test_the_numbers_of_least_cost_and_least_seconds_are_marked(
     assert cost == pytest.approx(1000 * 4 / groups, rel=0.01)
 
 
+def test_a_run_takes_the_best_number_until_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run writes its steps while the command sleeps."""
+    looks = iter((4, 20, 25, 51))
+
+    def go_on(seconds: float) -> None:
+        if (steps := next(looks, None)) is None:
+            (tmp_path / LEASE).unlink()
+        else:
+            (tmp_path / RUNS).unlink()
+            write_record(tmp_path, steps=steps)
+
+    write_record(tmp_path, steps=0)
+    save_config(tmp_path)
+    (tmp_path / LEASE).touch()
+    monkeypatch.setattr(time, "sleep", go_on)
+    main([str(tmp_path), "--follow", "seconds", "--among", "1", "2", "4"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in told] == ["step 20", "step 51"] and "4 are wanted" in told[0]
+    assert wanted_engines(tmp_path) == 4
+
+
+def test_a_number_that_is_hardly_better_is_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(tmp_path)
+    save_config(tmp_path)
+    (tmp_path / LEASE).touch()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (tmp_path / LEASE).unlink())
+    costs = ("--price-per-engine-hour", "0", "--price-per-rank-hour", "3")  # engines cost nothing: the more, the cheaper
+    main([str(tmp_path), "--follow", "cost", "--among", "9", *costs, "--among", "2"])
+    assert "wanted" not in capsys.readouterr().out and wanted_engines(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("steps", "without", "words", "message"),
     [

@@ -60,7 +60,7 @@ def made() -> tuple[RolloutWorker, Engine]:
     worker, engine = RolloutWorker(), Engine()
     worker._engine, worker._running, worker._decode, worker._life = engine, {}, lambda ids, **_: "text", LifeSigns()
     worker._asleep = worker._stirring = worker._keeps = worker._goes_on = False
-    worker._version = 0
+    worker._version, worker._paused = 0, True  # so that vLLM alone ends requests
     worker._vocabulary = 50
     return worker, engine
 
