@@ -1,6 +1,7 @@
 """`dapo scale RUN --advice`, from the record of a simulated run."""
 
 import functools
+import time
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from dapo.algorithm.fate import TRAINED, Fate
 from dapo.config.compose import compose
+from dapo.state.fleet_size import wanted_engines
+from dapo.state.lease import LEASE
+from dapo.state.run_dir import CONFIG
 from dapo.tools.scale import main
 from dapo.tools.simulate.advice import model_of
 from dapo.tools.simulate.fleet import Workload
@@ -34,6 +38,7 @@ KEYS = (
     *("rollout.n=4", "rollout.vllm.max_num_seqs=32", "data.train_batch_size=24", "data.gen_batch_size=200"),
     "algorithm.rollout_correction.mode=truncate",
 )
+CONFIGURED = "rollout: {{min_engines: {least}}}\ntrainer: {{colocate: none, only: both}}\n"
 
 
 @functools.cache
@@ -45,8 +50,8 @@ def write_record(folder: Path, staleness: int = 0, steps: int = 51, without: str
     """The files of a run that took what `TRUTH` takes."""
     run = taken(TRUTH, staleness)
     seconds = defaultdict(list)  # of a response, by its tokens
-    for tokens, time in run.ended:
-        seconds[tokens].append(time * TOKEN_S)
+    for tokens, taken_s in run.ended:
+        seconds[tokens].append(taken_s * TOKEN_S)
 
     def group(draw: int) -> Group:
         attempt = run.attempts[draw]
@@ -108,39 +113,54 @@ def test_the_numbers_of_least_cost_and_least_seconds_are_marked(
     assert cost == pytest.approx(1000 * 4 / groups, rel=0.01)
 
 
-def test_a_run_takes_the_best_number_until_it_ends(
+def test_a_run_follows_until_it_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run writes its steps while the command sleeps."""
-    looks = iter((4, 20, 25, 51))
+    """It takes steps while the command sleeps."""
+    run, looks = tmp_path / "run", [4, 20, 25, 51]
+    for steps in looks:
+        folder = tmp_path / str(steps)
+        write_record(folder, steps=steps)
+        (folder / CONFIG).write_text(CONFIGURED.format(least=1))
+        (folder / LEASE).touch()
+    run.symlink_to("4")
+    left = iter(looks[1:])
 
     def go_on(seconds: float) -> None:
-        if (steps := next(looks, None)) is None:
-            (tmp_path / LEASE).unlink()
+        if steps := next(left, None):
+            run.unlink()
+            run.symlink_to(str(steps))
         else:
-            (tmp_path / RUNS).unlink()
-            write_record(tmp_path, steps=steps)
+            (run / LEASE).unlink()
 
-    write_record(tmp_path, steps=0)
-    save_config(tmp_path)
-    (tmp_path / LEASE).touch()
     monkeypatch.setattr(time, "sleep", go_on)
-    main([str(tmp_path), "--follow", "seconds", "--among", "1", "2", "4"])
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[0] for line in told] == ["step 20", "step 51"] and "4 are wanted" in told[0]
-    assert wanted_engines(tmp_path) == 4
+    main([str(run), "--follow", "seconds", "--among", "1", "4"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 20: 2 engines take") and "4 are wanted" in first and second.startswith("step 51: ")
+    assert [wanted_engines(tmp_path / str(steps)) for steps in looks] == [None, 4, None, 4]
 
-
-def test_a_number_that_is_hardly_better_is_not_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_record(tmp_path)
-    save_config(tmp_path)
-    (tmp_path / LEASE).touch()
-    monkeypatch.setattr(time, "sleep", lambda seconds: (tmp_path / LEASE).unlink())
-    costs = ("--price-per-engine-hour", "0", "--price-per-rank-hour", "3")  # engines cost nothing: the more, the cheaper
-    main([str(tmp_path), "--follow", "cost", "--among", "9", *costs, "--among", "2"])
-    assert "wanted" not in capsys.readouterr().out and wanted_engines(tmp_path) is None
+    with pytest.raises(SystemExit, match="no run goes on"):
+        main([str(run), "--follow", "cost", "--among", "1"])
+    (run / LEASE).touch()
+    main(
+        [
+            str(run),
+            "--follow",
+            "cost",
+            "--among",
+            "1",
+            "2",
+            "--price-per-engine-hour",
+            "1",
+            "--price-per-rank-hour",
+            "3",
+        ]
+    )
+    assert "wanted" not in capsys.readouterr().out, "the run has the best number already"
+    assert wanted_engines(run) == 4
+    (run / CONFIG).write_text(CONFIGURED.format(least=2))
+    with pytest.raises(SystemExit, match="--among 1 is less"):
+        main([str(run), "--follow", "cost", "--among", "4", "1"])
 
 
 @pytest.mark.parametrize(
@@ -149,8 +169,10 @@ def test_a_number_that_is_hardly_better_is_not_taken(
         pytest.param(0, "", ["--advice"], "has no perf/step_s", id="new"),
         pytest.param(5, "", ["--advice"], "has 4 steps with its present number of engines", id="young"),
         pytest.param(9, "perf/update_s", ["--advice"], "has no perf/update_s", id="no update"),
-        pytest.param(0, "", ["--advice", "engines=3"], "either engines=N or --advice", id="both"),
-        pytest.param(0, "", [], "either engines=N or --advice", id="neither"),
+        pytest.param(0, "", ["--advice", "engines=3"], "one of engines=N, --advice and --follow", id="both"),
+        pytest.param(0, "", [], "one of engines=N, --advice and --follow", id="neither"),
+        pytest.param(0, "", ["--follow", "cost"], "--follow needs --among", id="any number"),
+        pytest.param(0, "", ["--follow", "cost", "--among", "2"], "not the directory of a run", id="no run"),
         pytest.param(0, "", ["--advice", "--lost", "1"], "must be between 0 and 0.9", id="all lost"),
         pytest.param(0, "", ["--advice", "--price-per-rank-hour", "1"], "--price-per-engine-hour", id="one price"),
     ],
