@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dapo.algorithm.fate import TRAINED
 from dapo.ground.table import table
 from dapo.report.store.reader import Reader, Rows
+from dapo.report.store.schema import DATABASE
 from dapo.state.fleet_size import least_engines, want_engines
 from dapo.state.lease import LEASE
 from dapo.tools.simulate.fleet import ALWAYS, Attempt, Preemption, Recorded
@@ -229,9 +230,7 @@ def follow(run: Path, goal: Goal, among: Sequence[int], ask: Callable[[Model, Se
         raise ValueError(f"no run goes on in {run}: --follow is for one that does")
     decided = -EVERY
     while (run / LEASE).exists():
-        with Reader(run) as store:
-            step = max(store.metrics(STEP).get(STEP, ()), default=0)
-        if step - decided >= EVERY:
+        if (step := _last_step(run)) - decided >= EVERY:
             with suppress(TooFewSteps):
                 model = model_of(run)
                 now, *found = ask(model, [model.scenario.engines, *among])
@@ -243,3 +242,10 @@ def follow(run: Path, goal: Goal, among: Sequence[int], ask: Callable[[Model, Se
                     takes += f"; {chosen.engines} are wanted: {chosen.seconds:.2f} s, {better:.0%} less {goal}"
                 print(takes, flush=True)
         time.sleep(LOOK_S)
+
+
+def _last_step(run: Path) -> int:
+    if not (run / DATABASE).exists():  # the run has not got so far
+        return -EVERY
+    with Reader(run) as store:
+        return max(store.metrics(STEP).get(STEP, ()), default=0)

@@ -117,13 +117,15 @@ def test_a_run_follows_until_it_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes steps while the command sleeps."""
-    run, looks = tmp_path / "run", [4, 20, 25, 51]
+    run, looks = tmp_path / "run", [0, 4, 20, 25, 51]
     for steps in looks:
         folder = tmp_path / str(steps)
-        write_record(folder, steps=steps)
+        folder.mkdir()
+        if steps:
+            write_record(folder, steps=steps)
         (folder / CONFIG).write_text(CONFIGURED.format(least=1))
         (folder / LEASE).touch()
-    run.symlink_to("4")
+    run.symlink_to("0")
     left = iter(looks[1:])
 
     def go_on(seconds: float) -> None:
@@ -137,7 +139,7 @@ def test_a_run_follows_until_it_ends(
     main([str(run), "--follow", "seconds", "--among", "1", "4"])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step 20: 2 engines take") and "4 are wanted" in first and second.startswith("step 51: ")
-    assert [wanted_engines(tmp_path / str(steps)) for steps in looks] == [None, 4, None, 4]
+    assert [wanted_engines(tmp_path / str(steps)) for steps in looks] == [None, None, 4, None, 4]
 
     with pytest.raises(SystemExit, match="no run goes on"):
         main([str(run), "--follow", "cost", "--among", "1"])
