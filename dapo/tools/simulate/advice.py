@@ -221,9 +221,9 @@ def advice(run: Path, among: Sequence[int], price: float | None, rank_price: flo
 
 
 def follow(run: Path, goal: Goal, among: Sequence[int], ask: Callable[[Model, Sequence[int]], list[Forecast]]) -> None:
-    """Has a run take the best of these numbers of engines, every `EVERY` steps, until it ends. It stays as it is if none
-    is better by more than `WORTH`. ask: returns forecasts. Raises ValueError if no run goes on there, if it cannot be
-    advised, or if it may not have so few."""
+    """Has a run take the best of these numbers of engines, every `EVERY` steps, until it ends. It stays as it is if
+    none is better by more than `WORTH`. ask: returns forecasts. Raises ValueError if no run goes on there, if it cannot
+    be advised, or if it may not have so few."""
     if min(among) < (least := least_engines(run)):
         raise ValueError(f"--among {min(among)} is less than `rollout.min_engines` ({least}) of {run}")
     if not (run / LEASE).exists():
