@@ -60,6 +60,7 @@ class Gathering:
                     self._shortened.add(request.request_id)
                 continue
             super().finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[misc]
+            self._shortened.discard(request.request_id)
             output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             if held := self._held.pop(request.request_id, []):
                 output.new_logprobs, output.routed_experts = _together(held)
@@ -83,7 +84,7 @@ class Gathering:
         return request is not None and output.finish_reason is None and not request.sampling_params.stop
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
-        """Also drops what was held for these requests. Aborts of named ones wait for the end of the step."""
+        """Also drops what was held for these requests. Named ones are aborted at the end of the step."""
         if request_ids is not None and finished_status == RequestStatus.FINISHED_ABORTED:
             names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
             self._aborted |= names & self.requests.keys()
