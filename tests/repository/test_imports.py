@@ -230,6 +230,7 @@ def loaded(names: list[str], root: Path) -> dict[str, set[str]]:
     return {name: set(modules) for name, *modules in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.nightly
 def test_what_a_fresh_process_loads():
     found = loaded(list(LOADS), ROOT)
     assert all(modules and set(modules) <= found[name] for name, (modules, _) in LOADS.items())

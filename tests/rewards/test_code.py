@@ -38,6 +38,7 @@ def test_solutions_are_scored_by_their_share():
     assert got == wanted
 
 
+@pytest.mark.nightly
 def test_solutions_on_a_busy_machine_are_right_or_wrong():
     cases = solutions(1)
     wanted = [(case.name, 1.0 if case.share == 1 else -1.0, float(case.share == 1), "") for case in cases]

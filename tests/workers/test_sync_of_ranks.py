@@ -110,7 +110,10 @@ class Member(Recorder):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("sent", [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGSTOP, id="hangs")])
+@pytest.mark.parametrize(
+    "sent",
+    [pytest.param(signal.SIGKILL, id="dies", marks=pytest.mark.nightly), pytest.param(signal.SIGSTOP, id="hangs")],
+)
 def test_an_engine_lost_in_a_broadcast_is_left_out_in_time_and_another_joins(actors, tmp_path, sent):
     pool, cfg = actors
 

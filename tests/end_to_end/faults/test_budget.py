@@ -50,6 +50,7 @@ def test_ends_within_the_budget_with_a_message_and_a_checkpoint(runs: Runs, tmp_
     assert sorted(pq.read_table(saved / FILE)["draw"].to_pylist()) == [i for i in range(BUDGET) for _ in range(N)]
 
 
+@pytest.mark.nightly
 def test_a_partial_batch_is_trained_on_where_asked_for(runs: Runs, tmp_path):
     """Eight prompts, of which one is mixed: each budget passes through two epochs and finds it twice."""
     rows = pq.read_table(resolve_path("pkg://dapo.tiny/data/train.parquet")).slice(0, 8)

@@ -37,7 +37,11 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "programs", [(NAMED, START, AS_VLLM), (NAMED, QUICK)], ids=["a worker below the engine", "one process"]
+    "programs",
+    [
+        pytest.param((NAMED, START, AS_VLLM), id="a worker below the engine", marks=pytest.mark.nightly),
+        pytest.param((NAMED, QUICK), id="one process"),
+    ],
 )
 def test_an_engine_ends_with_its_actor_and_not_before(programs: tuple[str, ...]) -> None:
     """Each program starts the next one; the last one says its parent's number and its own."""

@@ -70,6 +70,7 @@ def test_compiled_computes_the_same_for_any_micro_batch_and_compiles_once(model_
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
+@pytest.mark.nightly
 def test_the_kernel_of_a_gpu_is_one_operation_of_the_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, with a kernel of the same signature in its place: the lengths of a micro-batch reach it, and selective
     checkpointing keeps what it returns."""
