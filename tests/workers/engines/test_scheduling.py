@@ -48,7 +48,7 @@ def test_vllms_own_schedulers_with_steps_ahead_and_cache_that_runs_out(ahead: bo
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead, as on a GPU"])
 def test_an_aborted_request_ends_with_all_tokens_that_were_computed(ahead: bool) -> None:
-    """Aborts at each step, of requests that are computed, wait for cache, or are at their last token."""
+    """Aborts at every fourth step, of requests that are computed, wait for cache, or are at their last token."""
     driven = Driven(scheduler, ahead)
     for number in range(30):
         driven.add(f"r{number}", tokens=36 + number % 5)
