@@ -115,7 +115,8 @@ class CheckpointStore:
     def recover(self) -> None:
         """Finishes or undoes what a crash interrupted. Only for the run that owns the directory, before it reads.
 
-        An intact sealed directory becomes the checkpoint of its step; other left-overs are removed. Raises Unreadable,
+        An intact sealed directory becomes the checkpoint of its step; other left-overs are removed; `LATEST` names the
+        newest checkpoint if that is intact. Raises Unreadable,
         before anything else is removed, if it cannot tell what is intact.
         """
         if not self._root.is_dir():
@@ -127,6 +128,9 @@ class CheckpointStore:
                 self._place(temporary, self._root / name)
                 self._faults[self._root / name] = self._faults.pop(temporary)
         self._clear()
+        newest = max(self._steps(), key=step_of, default=None)
+        if newest is not None and self._is_whole(newest):
+            write_text(self._root / LATEST, f"{newest.name}\n")
 
     def _clear(self) -> None:
         for pattern in (f"*{TEMPORARY}", f"*{CONDEMNED}"):

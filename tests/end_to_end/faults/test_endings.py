@@ -63,4 +63,4 @@ def test_a_raylet_that_stands_still_ends_the_run_once_ray_has_given_its_node_up(
     process, children = start(tmp_path / "run")
     next(child for child in children if child.name() == "raylet").suspend()
     returncode, err = finish(process, children)
-    assert returncode == 85 and "(raylet) stands still" in err
+    assert returncode == 85 and "(raylet) stands still" in err, err
