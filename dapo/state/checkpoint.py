@@ -115,8 +115,7 @@ class CheckpointStore:
     def recover(self) -> None:
         """Finishes or undoes what a crash interrupted. Only for the run that owns the directory, before it reads.
 
-        An intact sealed directory becomes the checkpoint of its step; other left-overs are removed; `LATEST` names the
-        newest checkpoint if that is intact. Raises Unreadable,
+        An intact sealed directory becomes the checkpoint of its step; other left-overs are removed. Raises Unreadable,
         before anything else is removed, if it cannot tell what is intact.
         """
         if not self._root.is_dir():
@@ -128,9 +127,6 @@ class CheckpointStore:
                 self._place(temporary, self._root / name)
                 self._faults[self._root / name] = self._faults.pop(temporary)
         self._clear()
-        newest = max(self._steps(), key=step_of, default=None)
-        if newest is not None and self._is_whole(newest):
-            write_text(self._root / LATEST, f"{newest.name}\n")
 
     def _clear(self) -> None:
         for pattern in (f"*{TEMPORARY}", f"*{CONDEMNED}"):
@@ -194,13 +190,15 @@ class CheckpointStore:
         return later
 
     def leave_later(self) -> None:
-        """Renames the checkpoints after the one to go back to, so that no start finds them."""
+        """Renames the checkpoints after the one to go back to, so that no start finds them, and has `LATEST` name the
+        newest: a kill may have come between placing and naming it."""
         back, self._back = self._back, None
         if back is not None:
             for path in self._steps():
                 if step_of(path) > back:
                     self._leave(path)
-            write_text(self._root / LATEST, f"step_{back:06d}\n")
+        if self._steps() and (newest := self.latest()) is not None:
+            write_text(self._root / LATEST, f"{newest.name}\n")
 
     def _leave(self, path: Path) -> None:
         left = path.with_name(path.name.replace("step_", LEFT, 1))

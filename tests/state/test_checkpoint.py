@@ -82,7 +82,7 @@ def test_the_newest_whole_one_counts_whatever_latest_says(latest, root):
     if latest is not None:
         (root / "LATEST").write_text(latest)
     assert store.latest() == root / "step_000010"
-    store.recover()
+    store.leave_later()
     assert (root / "LATEST").read_text() == "step_000010\n"
     save(store, 11)
     assert (root / "LATEST").read_text() == "step_000011\n"

@@ -194,7 +194,7 @@ def best(found: Sequence[Forecast], goal: Goal) -> Forecast:
 
 
 def advice(run: Path, among: Sequence[int], price: float | None, rank_price: float, preemption: Preemption) -> str:
-    """Takes the same as `forecasts`."""
+    """price, rank_price, preemption: as in `forecasts`."""
     model = model_of(run)
     own = model.scenario.engines
     among = among or sorted({max(1, round(own * factor)) for factor in TIMES})
